@@ -1,0 +1,5 @@
+"""`python -m dynaexq` is the `dynaexq` command."""
+
+from dynaexq.cli.app import main
+
+main()

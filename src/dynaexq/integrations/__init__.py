@@ -1,0 +1,1 @@
+"""Bridges to other projects. Each imports its project; nothing else in dynaexq does."""

@@ -1,0 +1,56 @@
+"""The experts implementation `dynaexq`: what a MoE layer calls instead of its own matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from dynaexq.core import DynaExqError
+from dynaexq.integrations.transformers.families import ExpertLayers
+from dynaexq.kernels import LayerFunctions
+from dynaexq.runtime import ExpertRuntime
+
+IMPLEMENTATION = "dynaexq"
+
+
+@dataclass(frozen=True)
+class LayerBinding:
+    """Ties an experts module to its place in the runtime."""
+
+    runtime: ExpertRuntime
+    layer: int
+    functions: LayerFunctions
+
+
+def forward_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of one layer: hidden [tokens, hidden], ids and weights [tokens, top_k] -> [tokens, hidden]."""
+    binding: LayerBinding | None = getattr(module, "dynaexq", None)
+    if binding is None:
+        raise DynaExqError(
+            "experts implementation 'dynaexq' was chosen for a model that was not loaded with a DynaExqConfig"
+        )
+    return binding.runtime.forward(binding.layer, binding.functions, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward_experts)
+
+
+def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> None:
+    """Connect every experts module to `runtime`, and make each forward of the model one window."""
+    for index, module in enumerate(layers.modules.values()):
+        functions = LayerFunctions(
+            gate=module._apply_gate,
+            interleaved=not module.is_concatenated,
+            gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
+            down_bias=module.down_proj_bias if module.has_bias else None,
+        )
+        module.dynaexq = LayerBinding(runtime, index, functions)
+    model.dynaexq_runtime = runtime
+    for part in {model, model.base_model}:
+        part.register_forward_pre_hook(lambda *_: runtime.begin_window())
+        part.register_forward_hook(lambda *_: runtime.end_window(), always_call=True)

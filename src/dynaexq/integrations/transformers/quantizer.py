@@ -1,0 +1,136 @@
+"""The loading hook: Transformers builds the model and its dense weights, the experts never exist at full size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers.quantizers import HfQuantizer, register_quantizer
+
+from dynaexq.core import OptionError, StoreError
+from dynaexq.device import CpuDevice
+from dynaexq.formats import TIERS, tier_rank
+from dynaexq.integrations.transformers.config import DynaExqConfig
+from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_experts
+from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
+from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
+from dynaexq.kernels import make_kernel
+from dynaexq.plan.process import available_memory
+from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
+from dynaexq.runtime import ExpertRuntime
+from dynaexq.store import Checkpoint, ExpertStore
+from dynaexq.store.checkpoint import read_shard
+from dynaexq.store.manifest import DENSE_NAME
+from dynaexq.store.writer import QUANT_METHOD
+
+
+def runtime_of(model: Any) -> ExpertRuntime:
+    """The expert runtime of a model loaded through the plug-in."""
+    runtime: ExpertRuntime = model.dynaexq_runtime
+    return runtime
+
+
+@register_quantizer(QUANT_METHOD)
+class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads dense weights through Transformers and experts into an arena."""
+
+    requires_calibration = False
+    quantized_element_size = 0  # expert parameters take no room in device maps
+    quantization_config: DynaExqConfig
+
+    def is_serializable(self) -> bool:
+        """A loaded model is not saved again: the store it came from is its saved form."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Raise OptionError for placements other than the CPU."""
+        places = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+        if any(str(place) not in ("None", "cpu", "auto") for place in places):
+            raise OptionError(f"device_map {device_map!r}: experts are served on the CPU only")
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        self.layers = find_expert_layers(model)
+        root = Path((checkpoint_files or [""])[0]).parent
+        if self.pre_quantized:
+            self.source: VersionSource = self._open_prepared(model, root)
+            surplus: set[str] = set()
+        else:
+            self.source, surplus = self._open_checkpoint(model, root)
+        model.config._experts_implementation = IMPLEMENTATION
+        for name, module in self.layers.modules.items():
+            for weight in WEIGHTS:
+                del module._parameters[weight]
+            module._is_hf_initialized = True  # else the model's own initialisation looks for the weights
+            surplus |= {f"{name}.{weight}" for weight in WEIGHTS}
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {f"^{re.escape(key)}$" for key in surplus}
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        config = self.quantization_config
+        budget = BudgetTracker(config.memory or available_memory())
+        for part, nbytes in config.fixed.items():
+            budget.reserve(part, nbytes)
+        tiers = dict.fromkeys(self.source.shape.expert_keys(), self._tier())
+        experts = ResidentExperts(self.source, tiers, CpuDevice(), budget)
+        experts.load(lambda done, total: None)
+        bind_experts(
+            model, self.layers, ExpertRuntime(config.mode, experts, make_kernel(config.kernel, experts), budget)
+        )
+
+    def _tier(self) -> str:
+        config = self.quantization_config
+        if not isinstance(self.source, ExpertStore):
+            return "bf16" if config.mode == "full" else config.tier or _required_tier()
+        have = sorted(self.source.manifest.tiers, key=tier_rank)
+        tier = have[-1] if config.mode == "full" else config.tier or have[0]
+        self.source.require_tier(tier)
+        return tier
+
+    def _open_prepared(self, model: Any, root: Path) -> ExpertStore:
+        config = self.quantization_config
+        if config.store is not None:
+            raise OptionError(f"{root} is a store itself; leave out store={config.store!r}")
+        config.refuse_quantising_options(str(root))
+        store = ExpertStore.open(root)
+        _check_store(store, self.layers)
+        store.verify_dense()
+        missing = KeyMap(model, _tensor_names(root)).missing(self.layers.parameter_names)
+        if missing:
+            raise StoreError(f"{root} has no weights for {missing[0]} ({len(missing)} missing in all)")
+        return store
+
+    def _open_checkpoint(self, model: Any, root: Path) -> tuple[VersionSource, set[str]]:
+        config = self.quantization_config
+        checkpoint = Checkpoint.open(root)
+        experts = CheckpointExperts(model, self.layers, checkpoint)
+        surplus = set(checkpoint.tensors) - set(experts.dense_names)
+        if config.store is None:
+            return QuantisingExperts(experts, *config.quantising_options()), surplus
+        config.refuse_quantising_options(config.store)
+        store = ExpertStore.open(Path(config.store))
+        if store.manifest.fingerprint != checkpoint.fingerprint():
+            raise StoreError(
+                f"{config.store} is a store of another checkpoint ('{store.manifest.source}'), not of {root}"
+            )
+        _check_store(store, self.layers)
+        return store, surplus
+
+
+def _required_tier() -> str:
+    raise OptionError(f"mode 'static' from a checkpoint needs a tier: {', '.join(TIERS)}")
+
+
+def _check_store(store: ExpertStore, layers: ExpertLayers) -> None:
+    if store.shape != layers.shape or store.manifest.layer_names != list(layers.modules):
+        raise StoreError(f"{store.root} holds experts of another model: {store.shape}, the model has {layers.shape}")
+
+
+def _tensor_names(root: Path) -> list[str]:
+    return list(read_shard(root / DENSE_NAME))

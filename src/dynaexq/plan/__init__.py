@@ -1,0 +1,1 @@
+"""Memory: what a run needs, and what there is."""

@@ -1,0 +1,150 @@
+"""One file per (layer, tier): every expert's version as a 4 KiB-aligned extent.
+
+The file is valid safetensors (tensors `expert.N`, uint8), its header padded so that data starts on a
+4 KiB boundary. Checksums and weight errors stand in the header's metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import BLOCK_BYTES, StoreError, round_up
+from dynaexq.formats.codec import Encoded
+from dynaexq.native import crc32c, read_extent
+from dynaexq.store.files import header_bytes, read_header, replace_atomically, write_all
+
+
+@dataclass(frozen=True)
+class LayerIdentity:
+    """What a layer file must say about itself to belong to a store."""
+
+    fingerprint: str
+    layout: str
+    layer: str
+    tier: str
+    group_size: int
+    quantizer: str
+
+    def metadata(self) -> dict[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """An opened, header-checked layer file. Extent `i` lies at `start + i * extent_bytes`."""
+
+    path: Path
+    start: int
+    extent_bytes: int
+    checksums: list[int]
+    errors: list[float]
+
+    def position(self, expert: int) -> int:
+        """File position of the extent of `expert` in bytes."""
+        return self.start + expert * self.extent_bytes
+
+
+def layer_path(root: Path, layer: int, tier: str) -> Path:
+    """Path of the file with all versions of `tier` in MoE layer `layer`."""
+    return root / "experts" / f"layer-{layer:04d}.{tier}.safetensors"
+
+
+@contextlib.contextmanager
+def write_layer(
+    path: Path, identity: LayerIdentity, experts: int, extent_bytes: int
+) -> Iterator[Callable[[Encoded], None]]:
+    """Yield a function that takes the layer's versions in order; the file appears only when all came.
+
+    Raises:
+        StoreError: the disk is full or the file cannot be written.
+    """
+    reserve = round_up(len(_header(identity, [0] * experts, [0.0] * experts, extent_bytes)), BLOCK_BYTES)
+    checksums: list[int] = []
+    errors: list[float] = []
+    with replace_atomically(path) as descriptor:
+        os.lseek(descriptor, reserve, os.SEEK_SET)
+
+        def add(version: Encoded) -> None:
+            block = version.block.numpy()
+            assert block.nbytes == extent_bytes
+            write_all(descriptor, block.data)
+            checksums.append(crc32c(block))
+            errors.append(version.error)
+
+        yield add
+        assert len(checksums) == experts
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        write_all(descriptor, _header(identity, checksums, errors, extent_bytes, reserve))
+
+
+def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: int) -> LayerFile:
+    """Read and check the header of a layer file.
+
+    Raises:
+        StoreError: missing, cut short, damaged, or made for something else.
+    """
+    if not path.exists():
+        raise StoreError(f"the store is incomplete: {path} is missing; run `dynaexq prepare` again to restore it")
+    header, start, size = read_header(path, StoreError)
+    metadata = header.get("__metadata__")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    for name, expected in identity.metadata().items():
+        if metadata.get(name) != expected:
+            raise StoreError(f"{path} belongs to another store: its {name} is {metadata.get(name)!r}, not {expected!r}")
+    if size != start + experts * extent_bytes or start % BLOCK_BYTES:
+        raise StoreError(
+            f"{path} is cut short or damaged: {start + experts * extent_bytes} bytes expected, {size} there"
+        )
+    try:
+        checksums = [int(word, 16) for word in metadata["crc32c"].split()]
+        errors = [float(word) for word in metadata["error"].split()]
+    except (KeyError, AttributeError, ValueError):
+        checksums, errors = [], []
+    if len(checksums) != experts or len(errors) != experts:
+        raise StoreError(f"{path} is damaged: its checksums are unreadable")
+    return LayerFile(path, start, extent_bytes, checksums, errors)
+
+
+def damaged_extents(file: LayerFile) -> list[int]:
+    """Experts whose bytes do not match their checksum. Raises StoreError when unreadable."""
+    buffer = np.empty(file.extent_bytes, np.uint8)
+    damaged = []
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+        try:
+            for expert, expected in enumerate(file.checksums):
+                done, found = read_extent(descriptor, file.position(expert), buffer)
+                if done != file.extent_bytes or found != expected:
+                    damaged.append(expert)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StoreError(f"cannot read {file.path}: {error.strerror or error}") from error
+    return damaged
+
+
+def _header(
+    identity: LayerIdentity, checksums: list[int], errors: list[float], extent_bytes: int, total: int = 0
+) -> bytes:
+    header: dict[str, Any] = {
+        "__metadata__": {
+            **identity.metadata(),
+            "crc32c": " ".join(f"{checksum:08x}" for checksum in checksums),
+            "error": " ".join(f"{error:.6e}" for error in errors),
+        }
+    }
+    for expert in range(len(checksums)):
+        begin = expert * extent_bytes
+        header[f"expert.{expert}"] = {
+            "dtype": "U8",
+            "shape": [extent_bytes],
+            "data_offsets": [begin, begin + extent_bytes],
+        }
+    return header_bytes(header, total)

@@ -1,0 +1,97 @@
+"""The manifest of a store: what it was made from and which tiers are complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dynaexq.core import ExpertShape, ModelShape, StoreError
+from dynaexq.formats import LAYOUT_ID, ExpertFormat, tier_format
+from dynaexq.store.files import replace_atomically, write_all
+
+MANIFEST_NAME = "dynaexq.json"
+STORE_VERSION = 1
+DENSE_NAME = "model.safetensors"
+
+
+class TierInfo(BaseModel):
+    """One complete tier. Errors are relative weight errors (Frobenius) over experts."""
+
+    model_config = ConfigDict(extra="forbid")
+    payload_bytes: int
+    extent_bytes: int
+    error_mean: float
+    error_max: float
+
+
+class DenseInfo(BaseModel):
+    """The file with all weights that are not experts."""
+
+    model_config = ConfigDict(extra="forbid")
+    nbytes: int
+    crc32c: int
+
+
+class Manifest(BaseModel):
+    """Contents of `dynaexq.json`. Tiers appear when their last layer is on disk."""
+
+    model_config = ConfigDict(extra="forbid")
+    store_version: int = STORE_VERSION
+    layout: str = LAYOUT_ID
+    source: str
+    fingerprint: str
+    model_type: str
+    layer_names: list[str]
+    experts: int
+    hidden: int
+    intermediate: int
+    group_size: int
+    quantizer: str
+    dense: DenseInfo | None = None
+    tiers: dict[str, TierInfo] = {}
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(len(self.layer_names), self.experts, ExpertShape(self.hidden, self.intermediate))
+
+    def format(self, tier: str) -> ExpertFormat:
+        """Format of `tier` at the store's group size."""
+        return tier_format(tier, self.group_size)
+
+    def save(self, root: Path) -> None:
+        """Write the manifest, atomically. Raises StoreError."""
+        with replace_atomically(root / MANIFEST_NAME) as descriptor:
+            write_all(descriptor, self.model_dump_json(indent=2).encode())
+
+    @classmethod
+    def load(cls, root: Path) -> Manifest:
+        """Read and check the manifest of the store in `root`.
+
+        Raises:
+            StoreError: missing, damaged, or of another version or layout.
+        """
+        path = root / MANIFEST_NAME
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            raise StoreError(f"{root} is not a store: {MANIFEST_NAME} is missing") from None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        try:
+            version = _Version.model_validate_json(text)
+            if version.store_version != STORE_VERSION or version.layout != LAYOUT_ID:
+                raise StoreError(
+                    f"{path} has store version {version.store_version} and layout {version.layout}; this program "
+                    f"reads {STORE_VERSION} and {LAYOUT_ID}. Prepare the model again into a new directory"
+                )
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise StoreError(f"{path} is damaged: {where}: {first['msg']}") from error
+
+
+class _Version(BaseModel):
+    store_version: int
+    layout: str

@@ -1,0 +1,122 @@
+"""Reading a store: every extent is checked against its checksum as it arrives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import ExpertKey, ModelShape, StoreError
+from dynaexq.formats import LAYOUT_ID, ExpertFormat
+from dynaexq.native import read_extent
+from dynaexq.store.dense import verify_dense
+from dynaexq.store.layer_file import LayerFile, LayerIdentity, damaged_extents, layer_path, open_layer
+from dynaexq.store.manifest import Manifest
+
+
+def identity_of(manifest: Manifest, layer: int, tier: str) -> LayerIdentity:
+    """What the file of (`layer`, `tier`) must say about itself."""
+    return LayerIdentity(
+        manifest.fingerprint,
+        LAYOUT_ID,
+        manifest.layer_names[layer],
+        tier,
+        manifest.group_size,
+        manifest.quantizer,
+    )
+
+
+class ExpertStore:
+    """An opened store. Thread-safe for reads after `require_tier`."""
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self.root = root
+        self.manifest = manifest
+        self.direct_io = True
+        self._files: dict[tuple[int, str], tuple[LayerFile, int]] = {}
+
+    @classmethod
+    def open(cls, root: Path) -> ExpertStore:
+        """Open the store in `root`. Raises StoreError when it is no complete store."""
+        manifest = Manifest.load(root)
+        if not manifest.tiers or manifest.dense is None:
+            raise StoreError(
+                f"{root} was not prepared to the end; run `dynaexq prepare` again, it goes on where it stopped"
+            )
+        return cls(root, manifest)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.manifest.shape
+
+    def format(self, tier: str) -> ExpertFormat:
+        """Format of a tier of this store."""
+        return self.manifest.format(tier)
+
+    def require_tier(self, tier: str) -> None:
+        """Open every layer file of `tier`. Raises StoreError when one is missing or unfit."""
+        if tier not in self.manifest.tiers:
+            raise StoreError(
+                f"{self.root} has no tier {tier} (it has {', '.join(self.manifest.tiers)}); "
+                f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {tier}`"
+            )
+        for layer in range(self.shape.layers):
+            if (layer, tier) not in self._files:
+                file = self._open_layer(layer, tier)
+                self._files[layer, tier] = file, self._open_descriptor(file.path)
+
+    def read_into(self, key: ExpertKey, tier: str, destination: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Fill `destination` (uint8 [extent_bytes], 4 KiB-aligned) with the version of `key` in `tier`.
+
+        Raises:
+            StoreError: the read failed, or the bytes do not match their checksum.
+        """
+        file, descriptor = self._files[key.layer, tier]
+        position = file.position(key.expert)
+        try:
+            done, checksum = read_extent(descriptor, position, destination)
+            if not self.direct_io:
+                os.posix_fadvise(descriptor, position, file.extent_bytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise StoreError(f"cannot read {file.path}: {error.strerror or error}") from error
+        if done != file.extent_bytes or checksum != file.checksums[key.expert]:
+            raise StoreError(
+                f"{file.path} is damaged: the bytes of expert {key.expert} (layer {key.layer}) do not match their "
+                "checksum; run `dynaexq prepare` again to restore it"
+            )
+
+    def verify_dense(self) -> None:
+        """Check the dense file. Raises StoreError."""
+        assert self.manifest.dense is not None
+        verify_dense(self.root, self.manifest.dense)
+
+    def damaged(self, layer: int, tier: str) -> list[int]:
+        """Experts of a layer whose bytes are wrong. Raises StoreError when the file is unfit as a whole."""
+        return damaged_extents(self._open_layer(layer, tier))
+
+    def errors(self, tier: str) -> list[list[float]]:
+        """Relative weight error of every version of `tier`: [layers][experts]."""
+        return [self._open_layer(layer, tier).errors for layer in range(self.shape.layers)]
+
+    def close(self) -> None:
+        """Close the layer files."""
+        while self._files:
+            os.close(self._files.popitem()[1][1])
+
+    def _open_layer(self, layer: int, tier: str) -> LayerFile:
+        identity = identity_of(self.manifest, layer, tier)
+        extent_bytes = self.manifest.tiers[tier].extent_bytes
+        return open_layer(layer_path(self.root, layer, tier), identity, self.manifest.experts, extent_bytes)
+
+    def _open_descriptor(self, path: Path) -> int:
+        try:
+            if self.direct_io:
+                try:
+                    return os.open(path, os.O_RDONLY | os.O_DIRECT)
+                except OSError:
+                    self.direct_io = False  # the file system has none: buffered reads, dropped after use
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,244 @@
+"""Preparation: stream a checkpoint's experts into a store, one expert in memory, resumable at any point."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dynaexq.core import ExpertKey, ModelShape, OptionError, StoreError, round_up
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, ExpertWeights, VersionLayout, encode, tier_format
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.store.checkpoint import INDEX_NAME, Checkpoint
+from dynaexq.store.dense import verify_dense, write_dense
+from dynaexq.store.files import LOCK_NAME, PARTIAL_SUFFIX, lock_directory, replace_atomically, write_all
+from dynaexq.store.layer_file import LayerFile, damaged_extents, layer_path, open_layer, write_layer
+from dynaexq.store.manifest import MANIFEST_NAME, Manifest, TierInfo
+from dynaexq.store.reader import identity_of
+
+COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+QUANT_METHOD = "dynaexq"
+
+
+class ExpertSource(Protocol):
+    """Where experts come from: a checkpoint whose expert tensors are understood."""
+
+    checkpoint: Checkpoint
+    shape: ModelShape
+    layer_names: list[str]
+    dense_names: list[str]
+
+    def read(self, key: ExpertKey) -> ExpertWeights:
+        """Weights of one expert. Raises CheckpointError."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes or experts done, total)."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to put into a store."""
+
+    tiers: tuple[str, ...]
+    group_size: int = DEFAULT_GROUP_SIZE
+    quantizer: str = DEFAULT_QUANTIZER
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise OptionError where the options are unknown or do not fit the model."""
+        if not self.tiers:
+            raise OptionError("no tier given")
+        if len(set(self.tiers)) != len(self.tiers):
+            raise OptionError(f"a tier is given twice: {', '.join(self.tiers)}")
+        if self.quantizer not in QUANTIZERS:
+            raise OptionError(f"unknown quantizer '{self.quantizer}'; known quantizers are {', '.join(QUANTIZERS)}")
+        for tier in self.tiers:
+            VersionLayout.of(tier_format(tier, self.group_size), shape.expert)
+
+
+def prepare_store(
+    source: ExpertSource, root: Path, options: PrepareOptions, progress: Progress, wait_for_lock: bool = False
+) -> Manifest:
+    """Create, resume or extend the store in `root`.
+
+    What an earlier run finished is checked against its checksums and kept; damaged layers are made again.
+
+    Raises:
+        OptionError: unfit options, or `root` holds something else.
+        StoreError: `root` is a store of another checkpoint, or cannot be written.
+        CheckpointError: a tensor is unreadable or not finite.
+    """
+    options.check(source.shape)
+    wanted = _manifest(source, options)
+    _check_target(root, wanted)
+    try:
+        (root / "experts").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot create {root}: {error.strerror or error}") from error
+    with lock_directory(root, wait_for_lock):
+        manifest = _check_target(root, wanted) or wanted
+        _check_space(manifest, source, root, options)
+        manifest.save(root)
+        _copy_side_files(source.checkpoint, root)
+        manifest = _prepare_dense(manifest, source, root, progress)
+        manifest = _prepare_tiers(manifest, source, root, options.tiers, progress)
+        manifest.save(root)
+    return manifest
+
+
+def _manifest(source: ExpertSource, options: PrepareOptions) -> Manifest:
+    return Manifest(
+        source=source.checkpoint.root.name,
+        fingerprint=source.checkpoint.fingerprint(),
+        model_type=str(source.checkpoint.config.get("model_type")),
+        layer_names=source.layer_names,
+        experts=source.shape.experts,
+        hidden=source.shape.expert.hidden,
+        intermediate=source.shape.expert.intermediate,
+        group_size=options.group_size,
+        quantizer=options.quantizer,
+    )
+
+
+def _check_target(root: Path, wanted: Manifest) -> Manifest | None:
+    """The manifest already in `root`, None if the directory is free to use."""
+    if not root.exists():
+        return None
+    if not root.is_dir():
+        raise OptionError(f"{root} exists and is not a directory")
+    if not (root / MANIFEST_NAME).exists():
+        ours = (LOCK_NAME, "experts")
+        foreign = [p.name for p in root.iterdir() if p.name not in ours and not p.name.endswith(PARTIAL_SUFFIX)]
+        if foreign:
+            raise OptionError(
+                f"{root} is not empty (it holds {sorted(foreign)[0]}) and not a store; give a new directory"
+            )
+        return None
+    found = Manifest.load(root)
+    if found.fingerprint != wanted.fingerprint:
+        raise StoreError(f"{root} is a store of another checkpoint ('{found.source}'); give a new directory")
+    for name in ("group_size", "quantizer"):
+        have, want = getattr(found, name), getattr(wanted, name)
+        if have != want:
+            option = name.replace("_", "-")
+            raise OptionError(f"{root} was prepared with --{option} {have}, not {want}; use that or a new directory")
+    return found
+
+
+def _check_space(manifest: Manifest, source: ExpertSource, root: Path, options: PrepareOptions) -> None:
+    extents = [VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes for tier in options.tiers]
+    missing = [
+        extent * manifest.experts
+        for tier, extent in zip(options.tiers, extents, strict=True)
+        for layer in range(manifest.shape.layers)
+        if not layer_path(root, layer, tier).exists()
+    ]
+    dense = 0 if manifest.dense else sum(source.checkpoint.tensors[name].nbytes for name in source.dense_names)
+    need, free = round_up(sum(missing) + dense, 4096), shutil.disk_usage(root).free
+    if need > free:
+        raise StoreError(
+            f"the disk of {root} has {free} bytes free, the store needs {need} more; make space or choose fewer tiers"
+        )
+
+
+def _copy_side_files(checkpoint: Checkpoint, root: Path) -> None:
+    """Tokenizer and generation files as they are; config.json with our quantization_config."""
+    for path in sorted(checkpoint.root.iterdir()):
+        if (
+            path.suffix in COPIED_SUFFIXES
+            and path.name not in ("config.json", INDEX_NAME, MANIFEST_NAME)
+            and path.is_file()
+        ):
+            with replace_atomically(root / path.name) as descriptor:
+                write_all(descriptor, path.read_bytes())
+    config = {**checkpoint.config, "quantization_config": {"quant_method": QUANT_METHOD}}
+    with replace_atomically(root / "config.json") as descriptor:
+        write_all(descriptor, json.dumps(config, indent=2).encode())
+
+
+def _prepare_dense(manifest: Manifest, source: ExpertSource, root: Path, progress: Progress) -> Manifest:
+    if manifest.dense:
+        with contextlib.suppress(StoreError):
+            verify_dense(root, manifest.dense)
+            return manifest
+    total = sum(source.checkpoint.tensors[name].nbytes for name in source.dense_names)
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress("dense weights", done, total)
+
+    dense = write_dense(source.checkpoint, source.dense_names, root, advance)
+    manifest = manifest.model_copy(update={"dense": dense})
+    manifest.save(root)
+    return manifest
+
+
+def _prepare_tiers(
+    manifest: Manifest, source: ExpertSource, root: Path, tiers: tuple[str, ...], progress: Progress
+) -> Manifest:
+    total = manifest.shape.layers * manifest.experts
+    for layer in range(manifest.shape.layers):
+        missing = [tier for tier in tiers if not _is_intact(manifest, root, layer, tier)]
+        if missing:
+            _write_layer_tiers(manifest, source, root, layer, missing, progress)
+        progress("experts", (layer + 1) * manifest.experts, total)
+    return manifest.model_copy(
+        update={"tiers": {**manifest.tiers, **{tier: _tier_info(manifest, root, tier) for tier in tiers}}}
+    )
+
+
+def _write_layer_tiers(
+    manifest: Manifest,
+    source: ExpertSource,
+    root: Path,
+    layer: int,
+    tiers: list[str],
+    progress: Progress,
+) -> None:
+    """Read every expert of a layer once and encode it into all `tiers`."""
+    shape = manifest.shape.expert
+    with contextlib.ExitStack() as stack:
+        writers = []
+        for tier in tiers:
+            fmt = manifest.format(tier)
+            extent_bytes = VersionLayout.of(fmt, shape).extent_bytes
+            identity = identity_of(manifest, layer, tier)
+            path = layer_path(root, layer, tier)
+            writers.append((fmt, stack.enter_context(write_layer(path, identity, manifest.experts, extent_bytes))))
+        for expert in range(manifest.experts):
+            weights = source.read(ExpertKey(layer, expert))
+            for fmt, add in writers:
+                add(encode(weights, fmt, shape, manifest.quantizer))
+            progress(
+                "experts", manifest.shape.index(ExpertKey(layer, expert)), manifest.shape.layers * manifest.experts
+            )
+
+
+def _is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
+    try:
+        return not damaged_extents(_open(manifest, root, layer, tier))
+    except StoreError:
+        return False
+
+
+def _tier_info(manifest: Manifest, root: Path, tier: str) -> TierInfo:
+    layout = VersionLayout.of(manifest.format(tier), manifest.shape.expert)
+    errors = [e for layer in range(manifest.shape.layers) for e in _open(manifest, root, layer, tier).errors]
+    return TierInfo(
+        payload_bytes=layout.payload_bytes,
+        extent_bytes=layout.extent_bytes,
+        error_mean=sum(errors) / len(errors),
+        error_max=max(errors),
+    )
+
+
+def _open(manifest: Manifest, root: Path, layer: int, tier: str) -> LayerFile:
+    extent_bytes = VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes
+    identity = identity_of(manifest, layer, tier)
+    return open_layer(layer_path(root, layer, tier), identity, manifest.experts, extent_bytes)

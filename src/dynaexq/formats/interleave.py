@@ -45,11 +45,11 @@ def unpack_matrix(
     vectors = group // (LANE_BYTES * planes)
     records = packed.reshape(tiles, groups, -1)
     code_bytes = group * fmt.bits
-    lanes = records[..., :code_bytes].reshape(tiles, groups, vectors, ROWS, LANE_BYTES, 1)
-    if planes > 1:
-        shifts = torch.arange(planes, dtype=torch.uint8) * fmt.bits
-        lanes = (lanes >> shifts) & ((1 << fmt.bits) - 1)
-    codes = lanes.permute(0, 3, 1, 2, 5, 4).reshape(rows, columns)
+    lanes = records[..., :code_bytes].reshape(tiles, groups, vectors, ROWS, LANE_BYTES).permute(0, 3, 1, 2, 4)
+    codes = torch.empty((tiles, ROWS, groups, vectors, planes, LANE_BYTES), dtype=torch.uint8)
+    for plane in range(planes):
+        codes[..., plane, :] = (lanes >> plane * fmt.bits) & (255 >> 8 - fmt.bits)
+    codes = codes.view(rows, columns)
     scale = _meta_values(records[..., code_bytes : code_bytes + 16], rows, groups)
     offset = None if fmt.symmetric else _meta_values(records[..., code_bytes + 16 :], rows, groups)
     return codes, scale, offset

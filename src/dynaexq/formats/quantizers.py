@@ -62,8 +62,8 @@ def quantize_matrix(matrix: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> 
 def dequantize(codes: Codes, fmt: ExpertFormat) -> torch.Tensor:
     """float32 values of `codes` ([n, group] or [rows, groups, group] with matching scales)."""
     values = codes.codes.view(torch.int8) if fmt.symmetric else codes.codes
-    weights = values.to(torch.float32) * codes.scale.to(torch.float32).unsqueeze(-1)
-    return weights if codes.offset is None else weights + codes.offset.to(torch.float32).unsqueeze(-1)
+    weights = values.to(torch.float32).mul_(codes.scale.to(torch.float32).unsqueeze(-1))
+    return weights if codes.offset is None else weights.add_(codes.offset.to(torch.float32).unsqueeze(-1))
 
 
 def round_to_nearest(groups: torch.Tensor, fmt: ExpertFormat) -> Codes:

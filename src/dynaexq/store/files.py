@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,13 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def lock_directory(path: Path, wait: bool = False) -> Iterator[None]:
+def lock_directory(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the directory's writer lock; it falls with the process, however that ends.
 
+    Where another process holds it: wait after calling `on_wait`, or without one
+
     Raises:
-        StoreError: another process holds it and `wait` is False.
+        StoreError: another process is preparing the directory.
     """
     try:
         descriptor = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -83,9 +85,12 @@ def lock_directory(path: Path, wait: bool = False) -> Iterator[None]:
         raise write_error(path / LOCK_NAME, error) from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"another process is preparing {path}; wait for it to end") from None
+            if on_wait is None:
+                raise StoreError(f"another process is preparing {path}; wait for it to end") from None
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -79,7 +79,8 @@ def prepare_store(
         (root / "experts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot create {root}: {error.strerror or error}") from error
-    with lock_directory(root, wait_for_lock):
+    on_wait = (lambda: progress("waiting for another process that prepares it", 0, 0)) if wait_for_lock else None
+    with lock_directory(root, on_wait):
         manifest = _check_target(root, wanted) or wanted
         _check_space(manifest, source, root, options)
         manifest.save(root)

@@ -93,7 +93,7 @@ def _expert_count(config: Any) -> int:
 
 
 def _geometry(name: str, module: Any, family: str) -> tuple[int, ExpertShape]:
-    if not module.has_gate or module.has_post_expert_norm:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):  # a flag newer than 5.19
         what = "have no gate" if not module.has_gate else "are normalised one by one"
         raise UnsupportedModelError(f"model family '{family}': its experts {what}, which is not supported ({name})")
     experts, *gate_up = module.gate_up_proj.shape

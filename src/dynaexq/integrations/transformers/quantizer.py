@@ -39,6 +39,13 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
     quantized_element_size = 0  # expert parameters take no room in device maps
     quantization_config: DynaExqConfig
 
+    def __init__(self, quantization_config: DynaExqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.from_store: bool = kwargs.get("pre_quantized", True)
+        # The dense weights of a store are plain: Transformers must cast and load them like any others. (5.19 would
+        # leave renamed tensors of a pre-quantised model in the file's dtype.)
+        self.pre_quantized = False
+
     def is_serializable(self) -> bool:
         """A loaded model is not saved again: the store it came from is its saved form."""
         return False
@@ -58,7 +65,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         self.layers = find_expert_layers(model)
         root = Path((checkpoint_files or [""])[0]).parent
-        if self.pre_quantized:
+        if self.from_store:
             self.source: VersionSource = self._open_prepared(model, root)
             surplus: set[str] = set()
         else:

@@ -1,0 +1,43 @@
+"""The `dynaexq` command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dynaexq import __version__
+from dynaexq.cli.evaluate import evaluate
+from dynaexq.cli.generate import generate
+from dynaexq.cli.inspect import inspect
+from dynaexq.cli.prepare import prepare
+from dynaexq.native import limit_malloc
+
+app = typer.Typer(
+    name="dynaexq",
+    help="Run Mixture-of-Experts models that do not fit: a store of expert versions, a hard memory limit.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(prepare)
+app.command()(inspect)
+app.command()(generate)
+app.command()(evaluate)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    """Options before the command."""
+    if version:
+        print(f"dynaexq {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the `dynaexq` command."""
+    limit_malloc()
+    app()

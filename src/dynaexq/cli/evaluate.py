@@ -1,0 +1,90 @@
+"""`dynaexq evaluate`: perplexity of a text within a memory limit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from dynaexq.cli.options import (
+    DemoOption,
+    DtypeOption,
+    ExpertMemoryOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    ModeOption,
+    TierOption,
+    launch_options,
+    pick_model,
+)
+from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.core import OptionError
+from dynaexq.evaluate import cut_windows, measure_perplexity, read_documents
+from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.launch import DTYPES, Opened
+from dynaexq.plan.memory import Workload, format_bytes
+
+
+@reports_errors
+def evaluate(
+    model: ModelArgument = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A text file, or .jsonl with text, question+answer or prompt+solution.", show_default=False),
+    ] = None,
+    demo: DemoOption = False,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per forward pass.")] = 512,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens scored per window; smaller gives more context.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Score this many tokens.", show_default=False)] = None,
+    mode: ModeOption = "auto",
+    tier: TierOption = None,
+    memory: MemoryOption = None,
+    expert_memory: ExpertMemoryOption = None,
+    dtype: DtypeOption = "float32",
+    json_target: JsonOption = None,
+) -> None:
+    """Measure perplexity per token of a text, by a sliding window, within a hard memory limit.
+
+    Examples:
+
+      dynaexq evaluate --demo --text data/english_heldout.txt
+
+      dynaexq evaluate ./store --mode static --tier int2 --text notes.txt --max-tokens 20000 --json -
+    """
+    check_json_target(json_target)
+    options = launch_options(mode, tier, memory, expert_memory, dtype, demo)
+    name = pick_model(model, demo)
+    if text is None:
+        raise OptionError("give a --text")
+    document = "\n\n".join(read_documents(text))
+    quiet_transformers()
+    opened = Opened(name)
+    if window > opened.skeleton.profile.max_context:
+        raise OptionError(f"--window {window} is above the model's context of {opened.skeleton.profile.max_context}")
+    ids = torch.tensor(opened.tokenizer(document)["input_ids"], dtype=torch.long)
+    windows = cut_windows(ids, window, stride, max_tokens)
+    scored = max(each.scored for each in windows)
+    plan = opened.plan(options, Workload(window, window, 1, scored + 1, DTYPES[dtype].itemsize, kv_cache=False))
+    with progress_bar() as progress:
+        launch = opened.launch(options, plan, progress)
+        start = time.perf_counter()
+        result = measure_perplexity(
+            launch.model, windows, lambda done, total, value: progress(f"perplexity: {value:.3f}", done, total)
+        )
+        seconds = time.perf_counter() - start
+    launch.check_memory()
+    report = launch.report()
+    speed = result.tokens / seconds
+    stderr.print(
+        f"{plan.mode}, experts at {plan.tier}: {format_bytes(report['expert_bytes'])}, process peak "
+        f"{format_bytes(report['rss_peak_bytes'])}, {speed:.0f} tokens/s"
+    )
+    if json_target:
+        numbers = {"perplexity": result.perplexity, "tokens": result.tokens, "text_file": str(text)}
+        write_json(json_target, {**numbers, "tokens_per_second": speed, "seconds": seconds, **report})
+    if json_target != "-":
+        print(f"perplexity {result.perplexity:.4f} over {result.tokens} tokens of {text}")

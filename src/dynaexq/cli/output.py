@@ -1,0 +1,93 @@
+"""Where output goes: results and JSON to stdout, everything else to stderr; errors become exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dynaexq.core import DynaExqError, OptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+INTERRUPTED = 130
+
+
+def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn the errors a user can meet into one line on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        warnings.showwarning = _show_warning
+        try:
+            return command(*args, **kwargs)
+        except DynaExqError as error:
+            stderr.print(f"[red]error:[/red] {escape(str(error))}")
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            stderr.print("interrupted; what was finished is kept")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return run
+
+
+def check_json_target(target: str | None) -> None:
+    """Raise OptionError now if the JSON file could not be written later."""
+    if target in (None, "-"):
+        return
+    path = Path(str(target))
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise OptionError(f"--json {target}: not a file in an existing directory")
+
+
+def write_json(target: str, result: dict[str, Any]) -> None:
+    """Write a result to a file, or to stdout for `-`."""
+    text = json.dumps(result, indent=2, allow_nan=False)
+    if target == "-":
+        print(text)
+        return
+    try:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--json {target}: {error.strerror or error}") from error
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show (what, done, total) on stderr, one bar for each `what`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            name = what.partition(":")[0]
+            if name not in tasks:
+                tasks[name] = bars.add_task(what, total=total or None)
+            bars.update(tasks[name], completed=done, description=what)
+
+        yield show
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    stderr.print(f"[yellow]warning:[/yellow] {escape(str(message))}")

@@ -1,0 +1,67 @@
+"""`dynaexq prepare`: a checkpoint becomes a store."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaexq.cli.options import JsonOption
+from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.core import OptionError
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, TIERS
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.integrations.hub import resolve_model
+from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
+from dynaexq.plan.memory import format_bytes
+from dynaexq.plan.process import peak_resident_bytes
+from dynaexq.store import MANIFEST_NAME, PrepareOptions, prepare_store
+
+
+@reports_errors
+def prepare(
+    model: Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Directory of the store: new, empty, or to go on with.")
+    ],
+    tiers: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TIERS)}.")] = "int2,int4,int8,bf16",
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64 or 128.")] = DEFAULT_GROUP_SIZE,
+    quantizer: Annotated[str, typer.Option(help=f"One of {', '.join(QUANTIZERS)}.")] = DEFAULT_QUANTIZER,
+    json_target: JsonOption = None,
+) -> None:
+    """Make a store of expert versions from a checkpoint, or go on with an unfinished one.
+
+    Streams one expert at a time; whatever ends it early, the same command resumes. Tiers can be added later.
+
+    Examples:
+
+      dynaexq prepare ./Qwen3-30B-A3B -o ./store --tiers int2,int4
+
+      dynaexq prepare org/name -o ./store --tiers int4,bf16 --group-size 128
+    """
+    check_json_target(json_target)
+    quiet_transformers()
+    options = PrepareOptions(tuple(tier.strip() for tier in tiers.split(",") if tier.strip()), group_size, quantizer)
+    root = resolve_model(model)
+    if (root / MANIFEST_NAME).exists():
+        raise OptionError(f"{root} is a store already; give the checkpoint it was made from")
+    start = time.perf_counter()
+    _, source = open_experts(root)
+    with progress_bar() as progress:
+        manifest = prepare_store(source, output, options, progress)
+    for name in options.tiers:
+        info = manifest.tiers[name]
+        stderr.print(
+            f"{name}: {format_bytes(info.extent_bytes * manifest.shape.layers * manifest.experts)}, "
+            f"weight error mean {info.error_mean:.4f}, worst expert {info.error_max:.4f}"
+        )
+    stderr.print(f"store ready in {output} ({time.perf_counter() - start:.1f} s)")
+    if json_target:
+        result = {
+            "output": str(output),
+            "seconds": time.perf_counter() - start,
+            "rss_peak_bytes": peak_resident_bytes(),
+        }
+        write_json(json_target, {**result, "manifest": manifest.model_dump()})

@@ -1,0 +1,92 @@
+"""Opening checkpoints and stores as models, without remote code."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dynaexq.core import CheckpointError, UnsupportedModelError
+from dynaexq.integrations.transformers.config import DynaExqConfig
+from dynaexq.integrations.transformers.families import ExpertLayers, find_expert_layers
+from dynaexq.integrations.transformers.profile import profile_model
+from dynaexq.integrations.transformers.source import CheckpointExperts
+from dynaexq.plan.memory import ModelProfile
+from dynaexq.store import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Skeleton(NamedTuple):
+    """A model without weights, its experts modules, and its sizes."""
+
+    model: Any
+    layers: ExpertLayers
+    profile: ModelProfile
+
+
+def open_skeleton(root: Path) -> Skeleton:
+    """Build the model of `root`'s configuration on the meta device.
+
+    Raises:
+        CheckpointError: the configuration is missing or invalid.
+        UnsupportedModelError: an unknown family, or one whose experts cannot be served.
+    """
+    if not (root / "config.json").is_file():
+        raise CheckpointError(f"{root / 'config.json'} is missing")
+    try:
+        config = AutoConfig.from_pretrained(root)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(
+            f"{root / 'config.json'} describes no causal language model that Transformers {transformers.__version__} "
+            f"knows without remote code: {reason}"
+        ) from error
+    layers = find_expert_layers(model)
+    return Skeleton(model, layers, profile_model(model, layers))
+
+
+def open_experts(root: Path) -> tuple[Skeleton, CheckpointExperts]:
+    """Skeleton and expert source of the checkpoint in `root`.
+
+    Raises:
+        CheckpointError: missing, cut short, inconsistent or unreadable.
+        UnsupportedModelError: see open_skeleton.
+    """
+    checkpoint = Checkpoint.open(root)
+    skeleton = open_skeleton(root)
+    return skeleton, CheckpointExperts(skeleton.model, skeleton.layers, checkpoint)
+
+
+def load_model(root: Path, config: DynaExqConfig, dtype: torch.dtype) -> Any:
+    """Load a store (or a checkpoint, quantising on the way) for inference.
+
+    Raises:
+        StoreError, CheckpointError, MemoryLimitError, UnsupportedModelError: as the parts do.
+    """
+    with warnings.catch_warnings():
+        # a store's config.json names the method, ours says how to load it: no conflict to warn of
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+        return AutoModelForCausalLM.from_pretrained(root, quantization_config=config, dtype=dtype).eval()
+
+
+def load_tokenizer(root: Path) -> Any:
+    """The tokenizer of `root`. Raises CheckpointError when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(root)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{root} has no usable tokenizer: {reason}") from error
+
+
+def quiet_transformers() -> None:
+    """Keep Transformers' progress bars and advice out of our output; its errors stay."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,176 @@
+"""From a model's name to a model in memory: resolve, plan, prepare what the plan calls for, load."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynaexq.core import MemoryLimitError, OptionError, StoreError
+from dynaexq.formats import DEFAULT_QUANTIZER, TIERS, tier_format, tier_rank
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.integrations.hub import resolve_model
+from dynaexq.integrations.transformers.config import DynaExqConfig
+from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
+from dynaexq.integrations.transformers.quantizer import runtime_of
+from dynaexq.integrations.transformers.source import CheckpointExperts
+from dynaexq.plan.memory import MemoryPlan, Workload, choose_tier, fixed_parts, format_bytes
+from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.runtime import ExpertRuntime
+from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
+from dynaexq.store.writer import Progress
+
+EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
+DEMO_EXPERT_MEMORY = 16 << 20
+"""Between the embedded model's floors: all experts take 6 MiB at int2 and 36 MiB at bf16."""
+
+PREPARE_BYTES_PER_WEIGHT = 24
+"""Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
+
+AUTO_TIERS = ("int2", "int4", "int8", "bf16")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODES = ("auto", "full", "static")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to run a model. `memory` caps the whole process, `expert_memory` the expert pool, in bytes."""
+
+    mode: str = "auto"
+    tier: str | None = None
+    memory: int | None = None
+    expert_memory: int | None = None
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Raise OptionError for unknown or conflicting values."""
+        if self.mode not in MODES:
+            raise OptionError(f"unknown mode '{self.mode}'; known modes are {', '.join(MODES)}")
+        if self.dtype not in DTYPES:
+            raise OptionError(f"unknown dtype '{self.dtype}'; known are {', '.join(DTYPES)}")
+        if self.tier is not None:
+            tier_format(self.tier)
+            if self.mode != "static":
+                raise OptionError(
+                    f"--tier {self.tier} goes with --mode static; mode '{self.mode}' chooses tiers itself"
+                )
+        elif self.mode == "static":
+            raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A model that runs within its plan."""
+
+    model: Any
+    runtime: ExpertRuntime
+    plan: MemoryPlan
+    memory: int | None
+
+    def check_memory(self) -> None:
+        """Raise MemoryLimitError if the process ever passed the limit it was given."""
+        peak = peak_resident_bytes()
+        if self.memory is not None and peak > self.memory:
+            raise MemoryLimitError(
+                f"the process reached {peak} bytes, above the limit of {self.memory}; it stops here. "
+                "Give more --memory, or --expert-memory to leave more room beside the experts"
+            )
+
+    def report(self) -> dict[str, Any]:
+        """The part of the JSON contract that is about memory and versions."""
+        experts, counters = self.runtime.experts, self.runtime.counters
+        return {
+            "mode": self.plan.mode,
+            "tier": self.plan.tier,
+            "budget_bytes": self.plan.limit,
+            "device_bytes_peak": self.runtime.budget.peak,
+            "rss_peak_bytes": peak_resident_bytes(),
+            "expert_bytes": experts.expert_bytes,
+            "bits_per_expert_weight": experts.bits_per_weight,
+            **asdict(counters),
+            "hot_share_high": 1.0 if self.plan.mode == "full" else 0.0,
+            "parts": self.runtime.budget.parts,
+        }
+
+
+class Opened:
+    """A resolved model, before any weight is loaded."""
+
+    def __init__(self, model: str) -> None:
+        """Find `model` and read its configuration.
+
+        Raises:
+            CheckpointError, UnsupportedModelError, StoreError: it is not there, or cannot be served.
+        """
+        self.root = resolve_model(model)
+        self.store = ExpertStore.open(self.root) if (self.root / MANIFEST_NAME).exists() else None
+        self.source: CheckpointExperts | None = None
+        if self.store:
+            self.skeleton: Skeleton = open_skeleton(self.root)
+        else:
+            self.skeleton, self.source = open_experts(self.root)
+        self.tokenizer = load_tokenizer(self.root)
+
+    def plan(self, options: LaunchOptions, work: Workload) -> MemoryPlan:
+        """Choose mode and tier within the limits, or raise MemoryLimitError with the floor."""
+        options.check()
+        group_size = self.store.manifest.group_size if self.store else DEFAULT_GROUP_SIZE
+        process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
+        fixed = fixed_parts(self.skeleton.profile, work, process)
+        limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
+        tiers = self._candidates(options)
+        shape = self.skeleton.profile.shape
+        return choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, options.mode)
+
+    def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
+        """Prepare the planned tier into the cache unless it is there, and load it."""
+        root = self.root if self.store else self._prepare(plan.tier, options.memory, progress)
+        tier = plan.tier if plan.mode == "static" else None
+        config = DynaExqConfig(mode=plan.mode, tier=tier, memory=plan.limit, fixed=plan.fixed)
+        model = load_model(root, config, DTYPES[options.dtype])
+        launch = Launch(model, runtime_of(model), plan, options.memory)
+        model.register_forward_pre_hook(lambda *_: launch.check_memory())
+        launch.check_memory()
+        return launch
+
+    def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
+        available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
+        if options.mode == "static":
+            assert options.tier is not None
+            if self.store and options.tier not in available:
+                raise StoreError(
+                    f"{self.root} has no tier {options.tier} (it has {', '.join(available)}); "
+                    f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {options.tier}`"
+                )
+            return (options.tier,)
+        if options.mode == "full":
+            return (max(available, key=tier_rank),)
+        return available
+
+    def _prepare(self, tier: str, memory: int | None, progress: Progress) -> Path:
+        assert self.source is not None
+        scratch = PREPARE_BYTES_PER_WEIGHT * self.source.shape.expert.weights
+        if memory is not None and resident_bytes() + scratch > memory:
+            raise MemoryLimitError(
+                f"preparing the model takes {format_bytes(resident_bytes() + scratch)}, above the memory limit "
+                f"{format_bytes(memory)}; prepare it first with `dynaexq prepare`, then run the store"
+            )
+        fingerprint = self.source.checkpoint.fingerprint()
+        name = re.sub(r"[^\w.-]", "_", self.root.name)
+        target = cache_directory() / "stores" / f"{name}-{fingerprint[:16]}"
+        options = PrepareOptions((tier,), DEFAULT_GROUP_SIZE, DEFAULT_QUANTIZER)
+        prepare_store(self.source, target, options, progress, wait_for_lock=True)
+        self.source.checkpoint.close()
+        return target
+
+
+def cache_directory() -> Path:
+    """Where prepared stores are kept: DYNAEXQ_CACHE, or dynaexq in the user's cache directory."""
+    if chosen := os.environ.get("DYNAEXQ_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dynaexq"

@@ -1,0 +1,150 @@
+"""The memory plan: what every part of a run needs, and the best tier that fits the limit. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynaexq.core import MemoryLimitError, ModelShape
+from dynaexq.formats import VersionLayout, tier_format, tier_rank
+
+MIB = 1 << 20
+OVERHEAD_BYTES = 24 * MIB
+OVERHEAD_SHARE = 0.03
+"""Thread stacks, allocator slack and small objects: a constant and a share of the dense weights."""
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Sizes of a model that its configuration fixes. `*_width` are elements per token."""
+
+    shape: ModelShape
+    dense_parameters: int
+    hidden: int
+    vocabulary: int
+    max_context: int
+    kv_width: int
+    state_elements: int
+    attention_width: int
+    dense_width: int
+    eager_attention_heads: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one forward pass and its sequences amount to, at most.
+
+    Args:
+        tokens: tokens of the largest forward pass, all sequences together.
+        context: longest sequence in tokens.
+        sequences: sequences alive at once.
+        logits: positions per forward pass whose logits are computed.
+        element_bytes: bytes of one activation or dense weight.
+        kv_cache: whether keys and values are kept.
+    """
+
+    tokens: int
+    context: int
+    sequences: int
+    logits: int
+    element_bytes: int
+    kv_cache: bool
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes)."""
+
+    mode: str
+    tier: str
+    limit: int
+    fixed: dict[str, int]
+    expert_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes the plan reserves."""
+        return sum(self.fixed.values()) + self.expert_bytes
+
+
+def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> dict[str, int]:
+    """Bytes of everything that is not an expert version, by part (`M_fixed`, dynaexq paper, section 2)."""
+    element = work.element_bytes
+    dense = profile.dense_parameters * element
+    kv_cache = state = 0
+    if work.kv_cache:
+        kv_cache = profile.kv_width * work.context * work.sequences * element
+        state = profile.state_elements * work.sequences * 4
+    expert = profile.shape.expert
+    per_token = (
+        12 * profile.hidden * element
+        + 6 * profile.attention_width * element
+        + 3 * profile.dense_width * element
+        + (3 * expert.hidden + 6 * expert.intermediate) * 4
+    )
+    attention = work.tokens * work.context * (element + 3 * 4 * profile.eager_attention_heads)
+    decoded_expert = expert.weights * 4 * 3
+    logits = 4 * work.logits * profile.vocabulary * 4
+    return {
+        "process": process_bytes,
+        "dense weights": dense,
+        "KV cache": int(1.25 * kv_cache) + state,
+        "activations": work.tokens * per_token + attention + decoded_expert + logits,
+        "overhead": OVERHEAD_BYTES + int(OVERHEAD_SHARE * dense),
+    }
+
+
+def expert_bytes(shape: ModelShape, tier: str, group_size: int) -> int:
+    """Bytes of every expert at `tier`, padding included."""
+    return VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes * shape.layers * shape.experts
+
+
+def choose_tier(
+    shape: ModelShape,
+    tiers: Sequence[str],
+    group_size: int,
+    fixed: dict[str, int],
+    memory: int,
+    expert_memory: int | None,
+    mode: str,
+) -> MemoryPlan:
+    """The highest of `tiers` that fits; `mode` is `auto`, or `full` or `static` with `tiers` narrowed by the caller.
+
+    Raises:
+        MemoryLimitError: not even the lowest tier fits; the text says the floor.
+    """
+    ordered = sorted(tiers, key=tier_rank)
+    sizes = {tier: expert_bytes(shape, tier, group_size) for tier in ordered}
+    base = sum(fixed.values())
+    pool = memory - base if expert_memory is None else min(memory - base, expert_memory)
+    fitting = [tier for tier in ordered if sizes[tier] <= pool]
+    if not fitting:
+        lowest = ordered[0]
+        raise MemoryLimitError(_explain_floor(lowest, sizes[lowest], fixed, memory, expert_memory))
+    tier = fitting[-1]
+    limit = memory if expert_memory is None else min(memory, base + expert_memory)
+    chosen = mode if mode != "auto" else "full" if tier == ordered[-1] else "static"
+    return MemoryPlan(chosen, tier, limit, fixed, sizes[tier])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Human-readable size in binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def _explain_floor(tier: str, size: int, fixed: dict[str, int], memory: int, expert_memory: int | None) -> str:
+    if expert_memory is not None and size > expert_memory:
+        return (
+            f"the expert memory limit {format_bytes(expert_memory)} is below the floor {format_bytes(size)} "
+            f"({size} bytes: all experts at {tier}); raise --expert-memory or allow a lower tier"
+        )
+    floor = sum(fixed.values()) + size
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in fixed.items())
+    return (
+        f"the memory limit {format_bytes(memory)} is below the floor {format_bytes(floor)} ({floor} bytes: {parts}, "
+        f"experts at {tier} {format_bytes(size)}); raise --memory, shorten the text, or allow a lower tier"
+    )

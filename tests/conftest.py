@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests. Checkpoints are real files; nothing needs the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from hypothesis import settings
+
+from support.sources import RandomSource
+from support.tiny_models import write_checkpoint
+
+torch.set_num_threads(2)
+settings.register_profile("dynaexq", deadline=None)
+settings.load_profile("dynaexq")
+
+
+@pytest.fixture(scope="session")
+def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE checkpoint in three shards. Copy it before changing it."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shards=3)
+
+
+@pytest.fixture
+def random_source(tmp_path: Path) -> RandomSource:
+    """An expert source of random weights over a real file."""
+    return RandomSource.create(tmp_path / "source")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))

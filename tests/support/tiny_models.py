@@ -138,7 +138,7 @@ def write_checkpoint(root: Path, family: str = "qwen3_moe", shards: int = 1, **o
     """A checkpoint as Transformers saves it (per-expert keys where the family has them)."""
     model = tiny_model(tiny_config(family, **overrides))
     size = sum(p.nbytes for p in model.parameters())
-    model.save_pretrained(root, max_shard_size=f"{max(1, int(size / shards * 1.05) // 1000)}KB" if shards > 1 else "5GB")
+    model.save_pretrained(root, max_shard_size=size // shards if shards > 1 else "5GB")
     return root
 
 

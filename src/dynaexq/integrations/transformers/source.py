@@ -91,12 +91,22 @@ class CheckpointExperts:
         missing = self._keys.missing(layers.parameter_names)
         if missing:
             raise CheckpointError(f"{checkpoint.root} has no weights for {missing[0]} ({len(missing)} missing in all)")
+        self.read(ExpertKey(0, 0))  # a wrong geometry shows before anything is made of it
 
     def read(self, key: ExpertKey) -> ExpertWeights:
         """Weights of one expert in the checkpoint's dtype. Raises CheckpointError."""
         name = self.layer_names[key.layer]
         gate_up, down = (self._read_parameter(f"{name}.{weight}", key.expert) for weight in WEIGHTS)
-        return ExpertWeights(*expert_matrices(self._layers.modules[name], gate_up, down))
+        weights = ExpertWeights(*expert_matrices(self._layers.modules[name], gate_up, down))
+        expert = self.shape.expert
+        shapes = [(expert.intermediate, expert.hidden)] * 2 + [(expert.hidden, expert.intermediate)]
+        for part, matrix, shape in zip(weights._fields, weights, shapes, strict=True):
+            if tuple(matrix.shape) != shape:
+                raise CheckpointError(
+                    f"{self.checkpoint.root}: {part} of expert {key.expert} in {name} has shape {list(matrix.shape)}, "
+                    f"the configuration says {list(shape)}"
+                )
+        return weights
 
     def _read_parameter(self, name: str, expert: int) -> torch.Tensor:
         sources = self._keys.sources[name]

@@ -72,7 +72,7 @@ def test_an_expert_split_over_two_shards(tmp_path: Path) -> None:
         if ".experts." in name:
             homes.setdefault(name.rsplit(".", 2)[0], set()).add(entry.file)
     assert any(len(files) > 1 for files in homes.values())
-    assert torch.equal(load(root, DynaExqConfig()) (IDS).logits, load(root, DynaExqConfig())(IDS).logits)
+    assert torch.equal(load(root, DynaExqConfig())(IDS).logits, load(root, DynaExqConfig())(IDS).logits)
     assert (load(root, DynaExqConfig())(IDS).logits - load(root)(IDS).logits).abs().max() < 1e-3
 
 

@@ -89,7 +89,13 @@ def hub(checkpoint_directory: Path) -> Iterator[tuple[str, list[str]]]:
 
 def resolve(model: str, endpoint: str, home: Path) -> Any:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env = {**clean, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env = {
+        **clean,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     run = subprocess.run([sys.executable, "-c", SCRIPT, model], env=env, capture_output=True, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 

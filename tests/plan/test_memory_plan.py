@@ -62,7 +62,14 @@ def test_more_work_never_needs_less(tokens: int, context: int, cache: bool) -> N
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("1024", 1024), ("700M", 700 << 20), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), (" 16 kib ", 16384), ("1t", 1 << 40)],
+    [
+        ("1024", 1024),
+        ("700M", 700 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        (" 16 kib ", 16384),
+        ("1t", 1 << 40),
+    ],
 )
 def test_sizes_people_type(text: str, nbytes: int) -> None:
     assert parse_size(text, "--memory") == nbytes

@@ -61,8 +61,6 @@ def test_nothing_is_allocated_above_the_budget(store: ExpertStore) -> None:
 
 def test_a_damaged_version_stops_the_load(store: ExpertStore) -> None:
     flip_byte(layer_path(store.root, 2, "int4"), -1)
-    experts = ResidentExperts(
-        store, dict.fromkeys(SHAPE.expert_keys(), "int4"), CpuDevice(), BudgetTracker(1 << 20)
-    )
+    experts = ResidentExperts(store, dict.fromkeys(SHAPE.expert_keys(), "int4"), CpuDevice(), BudgetTracker(1 << 20))
     with pytest.raises(StoreError, match=r"expert 3 \(layer 2\) do not match"):
         experts.load(lambda done, total: None)

@@ -64,7 +64,9 @@ def test_any_flipped_byte_of_an_extent_is_found(tmp_path_factory: pytest.TempPat
     try:
         expert = 3 - (position - 1) // extent
         assert ExpertStore.open(root).damaged(layer, tier) == [expert]
-        with pytest.raises(StoreError, match=rf"{path.name} is damaged: the bytes of expert {expert} \(layer {layer}\)"):
+        with pytest.raises(
+            StoreError, match=rf"{path.name} is damaged: the bytes of expert {expert} \(layer {layer}\)"
+        ):
             read_all(root, tier)
     finally:
         flip_byte(path, -position)

@@ -27,7 +27,7 @@ from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.launch import DTYPES, Launch, Opened
 from dynaexq.plan.memory import Workload, format_bytes
 
-DEMO_PROMPT = "copy: mixture of experts"
+DEMO_PROMPT = "There are 7 boxes with 4 coins in each box. How many coins are there in total?"
 MAX_PROMPT_BYTES = 16 << 20
 
 
@@ -69,6 +69,8 @@ def generate(
     options = launch_options(mode, tier, memory, expert_memory, dtype, demo)
     name = pick_model(model, demo)
     text = _read_prompt(prompt, prompt_file, demo)
+    if not text.strip():
+        raise OptionError("the prompt is empty")
     quiet_transformers()
     opened = Opened(name)
     chat = not raw and (demo or bool(getattr(opened.tokenizer, "chat_template", None)))

@@ -26,8 +26,8 @@ std::size_t read_exactly(int fd, std::uint64_t offset, void* destination, std::s
 void limit_malloc() {
 #if defined(__GLIBC__)
   mallopt(M_ARENA_MAX, 2);
-  mallopt(M_MMAP_THRESHOLD, 256 << 10);
-  mallopt(M_TRIM_THRESHOLD, 1 << 20);
+  mallopt(M_MMAP_THRESHOLD, 4 << 20);
+  mallopt(M_TRIM_THRESHOLD, 8 << 20);
 #endif
 }
 

@@ -49,7 +49,7 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, max_context: int, new
     """Token ids [1, tokens] of a prompt, through the chat template if `chat`.
 
     Raises:
-        OptionError: empty, without a template, or too long for the model's context.
+        OptionError: without a template, or too long for the model's context.
     """
     if chat:
         if not getattr(tokenizer, "chat_template", None):
@@ -61,8 +61,6 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, max_context: int, new
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"]
-    if ids.shape[1] == 0:
-        raise OptionError("the prompt is empty")
     if ids.shape[1] + new_tokens > max_context:
         raise OptionError(
             f"the prompt has {ids.shape[1]} tokens; with --max-new-tokens {new_tokens} that passes the model's context "

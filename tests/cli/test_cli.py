@@ -1,0 +1,171 @@
+"""The commands in this process: options, JSON contract, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dynaexq.cli.app import app
+from dynaexq.launch import EMBEDDED_MODEL
+from dynaexq.store.layer_file import layer_path
+from tests.store.test_writer import contents, flip_byte
+
+REPORT = {
+    "mode", "budget_bytes", "device_bytes_peak", "rss_peak_bytes", "expert_bytes", "bits_per_expert_weight", "waits",
+    "wait_seconds", "promotions", "demotions", "evictions", "deferred", "failed", "bytes_moved", "hot_share_high",
+    "tokens_per_second",
+}  # fmt: skip
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refuse(*arguments: str, code: int, words: str) -> None:
+    result = run(*arguments, code=code)
+    assert result.stdout == ""
+    message = " ".join(result.stderr.split())
+    assert message.startswith("error: ")
+    assert words in message, message
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model at int2 and bf16."""
+    root = tmp_path_factory.mktemp("cli") / "store"
+    run("prepare", str(EMBEDDED_MODEL), "-o", str(root), "--tiers", "int2,bf16", "--quantizer", "rtn")
+    return root
+
+
+def test_prepare_generate_and_evaluate_keep_the_json_contract(store: Path, tmp_path: Path) -> None:
+    answer = json.loads(run("generate", str(store), "--prompt", "copy: a b c", "--json", "-").stdout)
+    assert REPORT | {"text", "ttft_seconds"} <= set(answer)
+    assert answer["text"] == "a b c"
+    assert answer["mode"] == "full"
+    assert answer["hot_share_high"] == 1.0
+    assert answer["waits"] == answer["bytes_moved"] == answer["failed"] == 0
+    assert answer["expert_bytes"] == 192 * 196608
+    assert answer["device_bytes_peak"] <= answer["budget_bytes"]
+    assert answer["device_bytes_peak"] == sum(answer["parts"].values())
+
+    target = tmp_path / "out.json"
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    result = run(
+        "evaluate", str(store), "--text", str(text), "--mode", "static", "--tier", "int2", "--json", str(target)
+    )
+    scores = json.loads(target.read_text())
+    assert REPORT | {"perplexity", "tokens", "text_file"} <= set(scores)
+    assert scores["mode"] == "static"
+    assert scores["hot_share_high"] == 0.0
+    assert scores["expert_bytes"] == 192 * 32768
+    assert scores["bits_per_expert_weight"] == pytest.approx(32768 * 8 / 98304)
+    assert f"perplexity {scores['perplexity']:.4f} over {scores['tokens']} tokens" in result.stdout
+    better = json.loads(run("evaluate", str(store), "--text", str(text), "--mode", "full", "--json", "-").stdout)
+    assert better["perplexity"] != scores["perplexity"]
+
+
+def test_first_use_prepares_into_the_cache_and_reuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))
+    first = json.loads(run("generate", "--demo", "--json", "-").stdout)
+    assert (first["mode"], first["tier"]) == ("static", "int4")
+    assert first["expert_bytes"] < 16 << 20
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("layer-*")}
+    assert len(files) == 6
+    second = json.loads(run("generate", "--demo", "--json", "-").stdout)
+    assert second["text"] == first["text"]
+    assert first["text"].startswith("There are 7 ")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("layer-*")} == files
+
+
+def test_prompts_from_a_file_and_from_stdin(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("copy: x y z")
+    assert run("generate", str(store), "--prompt-file", str(tmp_path / "p.txt")).stdout == "x y z\n"
+    result = CliRunner().invoke(app, ["generate", str(store), "--prompt", "-"], input="copy: x y z")
+    assert result.stdout == "x y z\n"
+
+
+def test_sampling_follows_the_seed(store: Path) -> None:
+    def sample(seed: int) -> str:
+        options = ("--raw", "--prompt", "The", "--temperature", "1.5", "--max-new-tokens", "12", "--seed", str(seed))
+        return str(run("generate", str(store), *options).stdout)
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in (1, 2, 3)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate",), "give a MODEL, or --demo"),
+        (("generate", "STORE", "--demo"), "either a MODEL or --demo"),
+        (("generate", "STORE"), "give a --prompt"),
+        (("generate", "STORE", "--prompt", ""), "the prompt is empty"),
+        (("generate", "STORE", "--prompt", "x", "--prompt-file", "y"), "not both"),
+        (("generate", "STORE", "--prompt-file", "/no/such"), "cannot read /no/such"),
+        (("generate", "STORE", "--prompt", "x", "--mode", "fast"), "unknown mode 'fast'"),
+        (("generate", "STORE", "--prompt", "x", "--tier", "int2"), "goes with --mode static"),
+        (("generate", "STORE", "--prompt", "x", "--mode", "static"), "--mode static needs --tier"),
+        (("generate", "STORE", "--prompt", "x", "--mode", "static", "--tier", "int3"), "unknown tier 'int3'"),
+        (("generate", "STORE", "--prompt", "x", "--memory", "lots"), "--memory 'lots' is no size"),
+        (("generate", "STORE", "--prompt", "x", "--dtype", "fp8"), "unknown dtype 'fp8'"),
+        (("generate", "STORE", "--prompt", "x", "--seed", "3"), "--top-p and --seed do nothing at temperature 0"),
+        (("generate", "STORE", "--prompt", "x", "--max-new-tokens", "1024"), "passes the model's context of 1024"),
+        (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "not a file in an existing directory"),
+        (("evaluate", "STORE"), "give a --text"),
+        (("evaluate", "STORE", "--text", "/no/such"), "cannot read /no/such"),
+        (("evaluate", "STORE", "--text", "TEXT", "--window", "2048"), "--window 2048 is above the model's context"),
+        (("evaluate", "STORE", "--text", "TEXT", "--window", "8", "--stride", "8"), "smaller stride"),
+        (("prepare", "STORE", "-o", "new"), "is a store already"),
+    ],
+)
+def test_options_that_make_no_sense_stop_the_start(
+    store: Path, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "text.txt").write_text("some text to read")
+    places = {"STORE": str(store), "TEXT": str(tmp_path / "text.txt"), "new": str(tmp_path / "new")}
+    refuse(*(places.get(argument, argument) for argument in arguments), code=2, words=words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_each_kind_of_failure_has_its_exit_code(store: Path, tmp_path: Path) -> None:
+    before = contents(store)
+    refuse("generate", "/no/such/model", "--prompt", "x", code=3, words="is not a directory, nor a hub id")
+    refuse("generate", str(store), "--prompt", "x", "--memory", "100M", code=6, words="is below the floor")
+    refuse("generate", str(store), "--prompt", "x", "--expert-memory", "1M", code=6, words="all experts at int2")
+    refuse(
+        "generate", str(store), "--prompt", "x", "--mode", "static", "--tier", "int8", code=5, words="has no tier int8"
+    )
+    refuse("inspect", str(tmp_path), code=5, words="is not a store")
+    assert contents(store) == before
+    assert not (tmp_path / "cache").exists()
+
+
+def test_inspect_shows_and_verifies(store: Path) -> None:
+    shown = json.loads(run("inspect", str(store), "--verify", "--json", "-").stdout)
+    assert shown["damaged"] == []
+    assert set(shown["tiers"]) == {"int2", "bf16"}
+    assert len(shown["tiers"]["int2"]["errors"]) == 6
+    assert shown["tiers"]["bf16"]["error_max"] == 0.0
+    path = layer_path(store, 4, "int2")
+    flip_byte(path, -40_000)
+    try:
+        refuse_after_table = run("inspect", str(store), "--verify", code=5)
+        assert "layer 4 expert 30 at int2" in " ".join(refuse_after_table.stderr.split())
+        refuse(
+            "generate", str(store), "--prompt", "x", "--mode", "static", "--tier", "int2", code=5, words="is damaged"
+        )
+    finally:
+        flip_byte(path, -40_000)
+
+
+def test_help_shows_examples_and_version_is_printed() -> None:
+    for command in ("prepare", "inspect", "generate", "evaluate"):
+        assert "Examples:" in run(command, "--help").stdout
+    assert run("--version").stdout.startswith("dynaexq ")

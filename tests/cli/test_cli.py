@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from dynaexq.cli.app import app
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store.layer_file import layer_path
-from tests.store.test_writer import contents, flip_byte
+from support.files import contents, flip_byte
 
 REPORT = {
     "mode", "budget_bytes", "device_bytes_peak", "rss_peak_bytes", "expert_bytes", "bits_per_expert_weight", "waits",

@@ -15,8 +15,8 @@ from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.families import VERIFIED_FAMILIES, find_expert_layers
 from dynaexq.integrations.transformers.loading import open_experts, open_skeleton, quiet_transformers
 from dynaexq.store import PrepareOptions, prepare_store
+from support.files import silent
 from support.tiny_models import FAMILIES, tiny_config, tiny_model, write_checkpoint, write_fused_checkpoint
-from tests.store.test_writer import silent
 
 IDS = torch.randint(3, 256, (2, 7), generator=torch.Generator().manual_seed(1))
 quiet_transformers()

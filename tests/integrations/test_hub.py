@@ -33,10 +33,10 @@ class HubStub(http.server.BaseHTTPRequestHandler):
     root: Path
     downloads: list[str]
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.respond(body=False)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.respond(body=True)
 
     def respond(self, body: bool) -> None:

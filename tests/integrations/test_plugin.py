@@ -17,8 +17,8 @@ from dynaexq.integrations.transformers import DynaExqConfig, DynaExqQuantizer, r
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
 from dynaexq.store import PrepareOptions, prepare_store
 from dynaexq.store.layer_file import layer_path
+from support.files import flip_byte, silent
 from support.tiny_models import tiny_config, tiny_model, write_checkpoint
-from tests.store.test_writer import flip_byte, silent
 
 quiet_transformers()
 IDS = torch.tensor([[5, 6, 7, 8]])

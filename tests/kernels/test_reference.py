@@ -14,9 +14,9 @@ from dynaexq.formats.codec import decode
 from dynaexq.kernels import ExpertsCall, LayerFunctions, make_kernel
 from dynaexq.residency import BudgetTracker, ResidentExperts
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
+from support.files import silent
 from support.sources import SHAPE, RandomSource
 from tests.residency.test_resident import mixed_tiers
-from tests.store.test_writer import silent
 
 TOKENS, TOP_K = 11, 2
 

@@ -49,7 +49,7 @@ def test_misuse_is_an_error() -> None:
 
 
 def test_no_window_sees_a_block_after_it_was_reclaimed() -> None:
-    """Writers move handles between buffers and poison a buffer once its epoch drained; readers must never see poison."""
+    """A writer moves handles on and poisons what drained; readers must never see poison."""
     blocks = np.ones(64, np.uint64)
     table = HandleTable(8)
     for index in range(8):

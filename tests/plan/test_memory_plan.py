@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaexq.core import ExpertShape, MemoryLimitError, ModelShape, OptionError
-from dynaexq.plan.memory import choose_tier, expert_bytes, fixed_parts, format_bytes
-from dynaexq.plan.memory import ModelProfile, Workload
+from dynaexq.plan.memory import ModelProfile, Workload, choose_tier, expert_bytes, fixed_parts, format_bytes
 from dynaexq.plan.sizes import parse_size
 
 SHAPE = ModelShape(4, 8, ExpertShape(256, 128))

@@ -11,8 +11,8 @@ from dynaexq.formats import decode
 from dynaexq.residency import BudgetTracker, ResidentExperts
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.layer_file import layer_path
+from support.files import flip_byte, silent
 from support.sources import SHAPE, RandomSource
-from tests.store.test_writer import flip_byte, silent
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from dynaexq.core import ExpertKey, StoreError
 from dynaexq.device.cpu import CpuArena
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.layer_file import layer_path
+from support.files import flip_byte, silent
 from support.sources import RandomSource
-from tests.store.test_writer import flip_byte, silent
 
 
 @pytest.fixture

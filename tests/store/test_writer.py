@@ -16,18 +16,11 @@ from dynaexq.core import BLOCK_BYTES, CheckpointError, ExpertKey, OptionError, S
 from dynaexq.formats import VersionLayout, encode
 from dynaexq.store import ExpertStore, Manifest, PrepareOptions, files, prepare_store, writer
 from dynaexq.store.layer_file import layer_path
+from support.files import contents, flip_byte, silent
 from support.sources import SHAPE, RandomSource
 
 TIERS = ("int2", "int8", "bf16")
 OPTIONS = PrepareOptions(TIERS, group_size=32, quantizer="als")
-
-
-def silent(*_: object) -> None:
-    pass
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture
@@ -146,12 +139,6 @@ def test_damaged_layers_are_made_again(random_source: RandomSource, tmp_path: Pa
     flip_byte(target / "model.safetensors", -5)
     prepare_store(random_source, target, OPTIONS, silent)
     assert contents(target) == finished
-
-
-def flip_byte(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(bytes(data))
 
 
 def test_a_directory_with_other_things_is_left_alone(random_source: RandomSource, tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ def test_least_squares_is_never_worse_than_rounding_in_any_group(fmt: ExpertForm
     assert (group_errors(matrix, fmt, "als") <= group_errors(matrix, fmt, "rtn")).all()
 
 
-@pytest.mark.parametrize(("tier", "rtn", "als"), [("int2", 0.450, 0.325), ("int4", 0.090, 0.084)])
-def test_weight_errors_on_gaussian_weights(tier: str, rtn: float, als: float) -> None:
+@pytest.mark.parametrize(("tier", "rtn", "als", "gain"), [("int2", 0.450, 0.325, 0.335), ("int4", 0.090, 0.084, 0.084)])
+def test_weight_errors_on_gaussian_weights(tier: str, rtn: float, als: float, gain: float) -> None:
     shape = ExpertShape(512, 256)
-    for quantizer, expected in (("rtn", rtn), ("als", als)):
+    for quantizer, expected in (("rtn", rtn), ("als", als), ("als-gain", gain)):
         error = encode(gaussian(shape), tier_format(tier, 64), shape, quantizer).error
         assert error == pytest.approx(expected, rel=0.01)
 
@@ -58,6 +58,19 @@ def test_constant_groups_come_back_as_they_were(tier: str, quantizer: str, value
     assert all(torch.allclose(matrix, torch.full((64, 64), value), rtol=1e-3) for matrix in found)
 
 
+@pytest.mark.parametrize("tier", ["int1", "int2", "int4"])
+def test_gain_restores_most_of_what_least_squares_shrank(tier: str) -> None:
+    shape, fmt = ExpertShape(512, 256), tier_format(tier, 64)
+    weights = gaussian(shape)
+
+    def overlap(quantizer: str) -> float:
+        found = decode(encode(weights, fmt, shape, quantizer).block, fmt, shape).gate
+        return float((found * weights.gate).sum() / weights.gate.square().sum())
+
+    shrunk, restored = 1 - overlap("als"), 1 - overlap("als-gain")
+    assert 0 < restored < 0.4 * shrunk
+
+
 def test_int8_codes_never_use_minus_128() -> None:
     fmt = tier_format("int8", 32)
     codes = quantize_matrix(gaussian(ExpertShape(128, 128)).gate, fmt, "als").codes.view(torch.int8)
@@ -76,5 +89,5 @@ def test_bf16_is_exact_for_bf16_weights() -> None:
 def test_what_a_scale_cannot_describe_is_refused() -> None:
     with pytest.raises(OptionError, match="above 65504"):
         quantize_matrix(torch.full((8, 64), 1e5), tier_format("int4"), "rtn")
-    with pytest.raises(OptionError, match="unknown quantizer 'gptq'; known quantizers are rtn, hqq, als"):
+    with pytest.raises(OptionError, match="unknown quantizer 'gptq'; known quantizers are rtn, hqq, als, als-gain"):
         quantize_matrix(torch.zeros((8, 64)), tier_format("int4"), "gptq")

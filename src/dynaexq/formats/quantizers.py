@@ -7,7 +7,11 @@ chosen for the rounded values, so a decoder reproduces exactly what was measured
 * `hqq`: half-quadratic splitting with an l_p norm (p = 0.7) on the error; scale kept, offset optimised.
   Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
 * `als`: the best of several clipped ranges, then alternating least squares of scale and offset against
-  the codes. Never worse than `rtn` in any group.
+  the codes. The smallest weight error, never above `rtn` in any group.
+* `als-gain`: `als`, then scale and offset stretched by most of what least squares shrank. A least-squares fit
+  lies closer to zero than the weights do (`<W, W'> = |W'|^2 < |W|^2`, by 10 % at 2 bits), and unlike noise that
+  bias adds up over projections and layers. On the embedded model the stretch more than halves the divergence
+  at 2 bits, although the weight error grows.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from dynaexq.formats.base import ExpertFormat
 
 FLOAT16_MAX = 65504.0
 CLIPS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+GAIN_POWER = 0.75
+"""Part of the shrinkage that `als-gain` undoes, as an exponent. 1 removes the bias, 0 keeps the smallest error;
+measured best at 1 and 2 bits between 0.5 and 1.25."""
+
 CHUNK = 1 << 17
 """Weights handled at a time: keeps the working set of a quantiser in the processor's cache."""
 
@@ -112,27 +120,42 @@ def alternating_least_squares(groups: torch.Tensor, fmt: ExpertFormat, iteration
     return best
 
 
+def restore_gain(groups: torch.Tensor, fmt: ExpertFormat) -> Codes:
+    """`als-gain`, see the module."""
+    fitted = alternating_least_squares(groups, fmt)
+    overlap = (groups * dequantize(fitted, fmt)).sum(-1)
+    gain = (groups.square().sum(-1) / overlap.clamp(min=1e-12)).clamp(1, 2).pow(GAIN_POWER)
+    scale = _to_float16(fitted.scale.to(torch.float32) * gain)
+    offset = None if fitted.offset is None else _to_float16(fitted.offset.to(torch.float32) * gain)
+    return Codes(fitted.codes, scale, offset)
+
+
 QUANTIZERS: dict[str, Quantizer] = {
     "rtn": round_to_nearest,
     "hqq": half_quadratic,
     "als": alternating_least_squares,
+    "als-gain": restore_gain,
 }
-DEFAULT_QUANTIZER = "als"
+DEFAULT_QUANTIZER = "als-gain"
 
 
 def _assign(groups: torch.Tensor, fmt: ExpertFormat, scale: torch.Tensor, offset: torch.Tensor | None) -> Codes:
     """Round scale and offset to float16, then choose the nearest code for every weight."""
-    stored_scale = scale.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
+    stored_scale = _to_float16(scale)
     used = stored_scale.to(torch.float32).unsqueeze(-1)
     inverse = torch.where(used == 0, 0.0, 1 / used)
     if fmt.symmetric:
         codes = (groups * inverse).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
         return Codes(codes, stored_scale, None)
     assert offset is not None
-    stored_offset = offset.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
+    stored_offset = _to_float16(offset)
     shifted = groups - stored_offset.to(torch.float32).unsqueeze(-1)
     codes = (shifted * inverse).round_().clamp_(0, (1 << fmt.bits) - 1).to(torch.uint8)
     return Codes(codes, stored_scale, stored_offset)
+
+
+def _to_float16(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
 
 
 def _fit(groups: torch.Tensor, codes: Codes, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.cpp src/dynaexq/native/*.hpp)
+TEXTS ?=
+
+.PHONY: setup demo test lint bench table clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints-dev.txt $(NATIVE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints-dev.txt torch scikit-build-core nanobind cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q --disable-pip-version-check -c constraints-dev.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/dynaexq generate --demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks.tiers --quick
+
+table: setup
+	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md
+
+clean:
+	rm -rf $(VENV) build

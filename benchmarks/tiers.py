@@ -1,0 +1,173 @@
+"""Quality of every tier and quantiser on the embedded model.
+
+    python -m benchmarks.tiers [--quick] [--texts DIR] [--json FILE|-] [--readme FILE]
+
+Perplexity and KL to bf16 over consecutive windows of 512 tokens, 95 % intervals by bootstrap over windows.
+Texts come from data/ and, where named there, from the directory given with --texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_run, pin_threads, save
+from dynaexq.core import ExpertShape
+from dynaexq.evaluate import read_documents
+from dynaexq.evaluate.divergence import Scores, compare_models
+from dynaexq.evaluate.intervals import bootstrap_mean
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, VersionLayout, tier_format
+from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
+from dynaexq.integrations.transformers.loading import load_model, load_tokenizer, quiet_transformers
+from dynaexq.launch import EMBEDDED_MODEL
+from dynaexq.plan.memory import MIB
+
+SHIPPED = Path(__file__).parent.parent / "data"
+TEXTS = {
+    "WikiText-2": "wikitext2_valid_detok.txt",
+    "English": "english_heldout.txt",
+    "GSM8K": "gsm8k_test.jsonl",
+    "HumanEval": "humaneval.jsonl",
+    "code": "code_heldout.py.txt",
+}
+QUANTISED = ("int8", "int4", "int2", "int1")
+VARIANTS = [(tier, quantizer) for tier in QUANTISED for quantizer in QUANTIZERS if (tier, quantizer) != ("int8", "hqq")]
+"""hqq moves offsets alone, so on the symmetric int8 it is rtn."""
+
+GROUP_SIZE, WINDOW, BATCH = 64, 512, 8
+BEGIN, END = "<!-- tiers:begin -->", "<!-- tiers:end -->"
+
+
+def main() -> None:
+    """Run the comparison."""
+    arguments = _parse()
+    pin_threads()
+    quiet_transformers()
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    reference = load_model(EMBEDDED_MODEL, DynaExqConfig(mode="full"), torch.float32)
+    variants = [("int2", "rtn"), ("int2", DEFAULT_QUANTIZER)] if arguments.quick else VARIANTS
+    models = {}
+    for tier, quantizer in variants:
+        config = DynaExqConfig(mode="static", tier=tier, quantizer=quantizer, group_size=GROUP_SIZE)
+        models[f"{tier} {quantizer}"] = load_model(EMBEDDED_MODEL, config, torch.float32)
+        print(f"loaded {tier} {quantizer}", file=sys.stderr)
+    shape = runtime_of(reference).experts.shape
+    result: dict[str, Any] = {"run": describe_run(), "tokens": {}, "texts": {}, "int2_default_against_rtn": {}}
+    for name, path in _find_texts(arguments.texts).items():
+        windows = _cut(tokenizer, path, arguments.tokens)
+        scores = compare_models(
+            reference, models, windows, BATCH, lambda d, t, n=name: print(f"{n}: {d}/{t} windows", file=sys.stderr)
+        )
+        result["tokens"][name] = int(sum(scores["reference"].tokens))
+        result["texts"][name] = {variant: _summary(each) for variant, each in scores.items()}
+        result["int2_default_against_rtn"][name] = _paired(scores[f"int2 {DEFAULT_QUANTIZER}"], scores["int2 rtn"])
+    result["tiers"] = {tier: _sizes(tier, shape.expert, shape.layers * shape.experts) for tier in _tiers(variants)}
+    save(result, arguments.json)
+    table = render(result)
+    if arguments.readme:
+        _replace_table(Path(arguments.readme), table)
+    if arguments.json != "-":
+        print(table)
+
+
+def render(result: dict[str, Any]) -> str:
+    """The Markdown table of a result."""
+    names = list(result["texts"])
+    head = ["experts", "bits/weight", "MiB", *(f"{name} ppl" for name in names), *(f"{name} KL" for name in names)]
+    rows = [head, ["---"] + ["--:"] * (len(head) - 1)]
+    for variant in next(iter(result["texts"].values())):
+        tier = "bf16" if variant == "reference" else variant.split()[0]
+        size = result["tiers"][tier]
+        cells = [result["texts"][name][variant] for name in names]
+        perplexities = [f"{cell['perplexity']['mean']:.2f}" for cell in cells]
+        divergences = ["0" if variant == "reference" else f"{cell['kl']['mean']:.2g}" for cell in cells]
+        label = "bf16" if variant == "reference" else variant
+        rows.append([label, f"{size['bits_per_weight']:.2f}", f"{size['mib']:.1f}", *perplexities, *divergences])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    margins = ", ".join(
+        f"{name} {100 * (1 - math.exp(gain['mean'])):.2f} % "
+        f"[{100 * (1 - math.exp(gain['high'])):.2f}, {100 * (1 - math.exp(gain['low'])):.2f}]"
+        for name, gain in result["int2_default_against_rtn"].items()
+    )
+    tokens = ", ".join(f"{name} {count:,}" for name, count in result["tokens"].items())
+    lines += [
+        "",
+        f"Perplexity that `als` takes off `rtn` at int2 (paired, 95 % interval): {margins}.",
+        "",
+        f"Tokens: {tokens}.",
+    ]
+    return "\n".join(lines)
+
+
+def _replace_table(path: Path, table: str) -> None:
+    """Put `table` between the markers of a Markdown file."""
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two tiers, two quantisers, few tokens")
+    parser.add_argument("--texts", type=Path, help="directory with the texts that are not shipped")
+    parser.add_argument("--tokens", type=int, help="tokens per text (default 24576; 2048 with --quick)")
+    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
+    parser.add_argument("--readme", metavar="FILE", help="replace the table between the markers of this file")
+    arguments = parser.parse_args()
+    arguments.tokens = arguments.tokens or (2048 if arguments.quick else 24576)
+    return arguments
+
+
+def _find_texts(extra: Path | None) -> dict[str, Path]:
+    found = {}
+    for name, file in TEXTS.items():
+        places = [SHIPPED / file] + ([extra / file] if extra else [])
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
+            print(f"left out {name}: {file} is not shipped; give its directory with --texts", file=sys.stderr)
+        else:
+            found[name] = path
+    return found
+
+
+def _cut(tokenizer: Any, path: Path, tokens: int) -> torch.Tensor:
+    text = "\n\n".join(read_documents(path))[: tokens * 12]
+    ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)[:tokens]
+    return ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
+
+
+def _summary(scores: Scores) -> dict[str, Any]:
+    losses, divergences, tokens = scores.arrays()
+    loss = bootstrap_mean(losses, tokens)
+    return {
+        "perplexity": {key: math.exp(value) for key, value in loss._asdict().items()},
+        "kl": bootstrap_mean(divergences, tokens)._asdict(),
+    }
+
+
+def _paired(better: Scores, worse: Scores) -> dict[str, float]:
+    """Difference of loss per token (nats): negative where `better` is better."""
+    losses, _, tokens = better.arrays()
+    return bootstrap_mean(losses - worse.arrays()[0], tokens)._asdict()
+
+
+def _tiers(variants: list[tuple[str, str]]) -> list[str]:
+    return ["bf16", *dict.fromkeys(tier for tier, _ in variants)]
+
+
+def _sizes(tier: str, expert: ExpertShape, count: int) -> dict[str, float]:
+    layout = VersionLayout.of(tier_format(tier, GROUP_SIZE), expert)
+    return {
+        "bits_per_weight": layout.payload_bytes * 8 / expert.weights,
+        "mib": layout.payload_bytes * count / MIB,
+        "resident_mib": layout.extent_bytes * count / MIB,
+    }
+
+
+if __name__ == "__main__":
+    main()

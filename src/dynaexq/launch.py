@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
 
 AUTO_TIERS = ("int2", "int4", "int8", "bf16")
+"""Tiers chosen without being asked for: int1 is there to measure with."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("auto", "full", "static")
 
@@ -128,10 +132,25 @@ class Opened:
 
     def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tier into the cache unless it is there, and load it."""
-        root = self.root if self.store else self._prepare(plan.tier, options.memory, progress)
-        tier = plan.tier if plan.mode == "static" else None
-        config = DynaExqConfig(mode=plan.mode, tier=tier, memory=plan.limit, fixed=plan.fixed)
-        model = load_model(root, config, DTYPES[options.dtype])
+        config = DynaExqConfig(
+            mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, memory=plan.limit, fixed=plan.fixed
+        )
+
+        def load(root: Path) -> Any:
+            return load_model(root, config, DTYPES[options.dtype], partial(progress, "loading experts"))
+
+        if self.store:
+            model = load(self.root)
+        else:
+            cached = self._cached_store()
+            if not _has_tier(cached, plan.tier):
+                self._prepare(cached, plan.tier, options.memory, progress)
+            try:
+                model = load(cached)
+            except StoreError as error:
+                warnings.warn(f"{error}; restoring it from the checkpoint", stacklevel=2)
+                self._prepare(cached, plan.tier, options.memory, progress)
+                model = load(cached)
         launch = Launch(model, runtime_of(model), plan, options.memory)
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
         launch.check_memory()
@@ -139,6 +158,7 @@ class Opened:
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
+        serving = tuple(tier for tier in available if tier in AUTO_TIERS) or available
         if options.mode == "static":
             assert options.tier is not None
             if self.store and options.tier not in available:
@@ -148,10 +168,16 @@ class Opened:
                 )
             return (options.tier,)
         if options.mode == "full":
-            return (max(available, key=tier_rank),)
-        return available
+            return (max(serving, key=tier_rank),)
+        return serving
 
-    def _prepare(self, tier: str, memory: int | None, progress: Progress) -> Path:
+    def _cached_store(self) -> Path:
+        assert self.source is not None
+        name = re.sub(r"[^\w.-]", "_", self.root.name)
+        fingerprint = self.source.checkpoint.fingerprint()[:16]
+        return cache_directory() / "stores" / f"{name}-{fingerprint}-{DEFAULT_QUANTIZER}-g{DEFAULT_GROUP_SIZE}"
+
+    def _prepare(self, target: Path, tier: str, memory: int | None, progress: Progress) -> None:
         assert self.source is not None
         scratch = PREPARE_BYTES_PER_WEIGHT * self.source.shape.expert.weights
         if memory is not None and resident_bytes() + scratch > memory:
@@ -159,13 +185,17 @@ class Opened:
                 f"preparing the model takes {format_bytes(resident_bytes() + scratch)}, above the memory limit "
                 f"{format_bytes(memory)}; prepare it first with `dynaexq prepare`, then run the store"
             )
-        fingerprint = self.source.checkpoint.fingerprint()
-        name = re.sub(r"[^\w.-]", "_", self.root.name)
-        target = cache_directory() / "stores" / f"{name}-{fingerprint[:16]}"
         options = PrepareOptions((tier,), DEFAULT_GROUP_SIZE, DEFAULT_QUANTIZER)
         prepare_store(self.source, target, options, progress, wait_for_lock=True)
         self.source.checkpoint.close()
-        return target
+
+
+def _has_tier(root: Path, tier: str) -> bool:
+    """Whether `root` is a store with `tier` complete; what is damaged shows at load."""
+    try:
+        return tier in ExpertStore.open(root).manifest.tiers
+    except StoreError:
+        return False
 
 
 def cache_directory() -> Path:

@@ -84,6 +84,18 @@ def test_first_use_prepares_into_the_cache_and_reuses_it(tmp_path: Path, monkeyp
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("layer-*")} == files
 
 
+def test_a_damaged_cache_is_restored_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))
+    first = run("generate", "--demo")
+    (path,) = (tmp_path / "cache").rglob("layer-0003.int4.safetensors")
+    whole = path.read_bytes()
+    flip_byte(path, -20)
+    second = run("generate", "--demo")
+    assert second.stdout == first.stdout
+    assert "restoring it from the checkpoint" in " ".join(second.stderr.split())
+    assert path.read_bytes() == whole
+
+
 def test_prompts_from_a_file_and_from_stdin(store: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("copy: x y z")
     assert run("generate", str(store), "--prompt-file", str(tmp_path / "p.txt")).stdout == "x y z\n"

@@ -156,6 +156,14 @@ def test_missing_dense_weights_are_named(single: Path, store: Path) -> None:
         load(single)
 
 
+def test_tensors_of_parts_that_do_not_run_are_named_and_left_out(single: Path, tmp_path: Path) -> None:
+    change_tensors(single, lambda tensors: tensors.update({"draft.experts.0.weight": torch.ones(4)}))
+    with pytest.warns(UserWarning, match=r"1 tensors of .* are left out, such as draft.experts.0.weight"):
+        _, source = open_experts(single)
+    prepare_store(source, tmp_path / "store", PrepareOptions(("bf16",)), silent)
+    assert "draft.experts.0.weight" not in load_file(tmp_path / "store" / "model.safetensors")
+
+
 def test_experts_of_another_shape(single: Path) -> None:
     config = json.loads((single / "config.json").read_text())
     (single / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))

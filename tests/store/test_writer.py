@@ -93,6 +93,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_store(
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
+    assert list(target.rglob("*.partial"))
     with pytest.raises(StoreError):
         ExpertStore.open(target)
     prepare_store(random_source, target, OPTIONS, silent)

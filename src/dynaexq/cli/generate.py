@@ -73,7 +73,7 @@ def generate(
         raise OptionError("the prompt is empty")
     quiet_transformers()
     opened = Opened(name)
-    chat = not raw and (demo or bool(getattr(opened.tokenizer, "chat_template", None)))
+    chat = not raw and bool(getattr(opened.tokenizer, "chat_template", None))
     ids = encode_prompt(opened.tokenizer, text, chat, opened.skeleton.profile.max_context, max_new_tokens)
     tokens = ids.shape[1]
     work = Workload(tokens, tokens + max_new_tokens, 1, 1, DTYPES[dtype].itemsize, kv_cache=True)

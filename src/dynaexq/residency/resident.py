@@ -41,6 +41,9 @@ class VersionSource(Protocol):
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         """Fill `destination` (uint8 [extent_bytes]) with a verified version. Raises StoreError or CheckpointError."""
 
+    def close(self) -> None:
+        """Close the files behind the source."""
+
 
 class ResidentExperts:
     """All experts of a model in device memory, reached through handles.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,11 @@ class ExpertStore:
                 try:
                     return os.open(path, os.O_RDONLY | os.O_DIRECT)
                 except OSError:
-                    self.direct_io = False  # the file system has none: buffered reads, dropped after use
+                    self.direct_io = False
+                    warnings.warn(
+                        f"the file system of {self.root} has no direct I/O: reads are buffered, and dropped after use",
+                        stacklevel=2,
+                    )
             return os.open(path, os.O_RDONLY)
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error

@@ -82,6 +82,7 @@ def prepare_store(
     on_wait = (lambda: progress("waiting for another process that prepares it", 0, 0)) if wait_for_lock else None
     with lock_directory(root, on_wait):
         manifest = _check_target(root, wanted) or wanted
+        _remove_partial_files(root)
         _check_space(manifest, source, root, options)
         manifest.save(root)
         _copy_side_files(source.checkpoint, root)
@@ -128,6 +129,12 @@ def _check_target(root: Path, wanted: Manifest) -> Manifest | None:
             option = name.replace("_", "-")
             raise OptionError(f"{root} was prepared with --{option} {have}, not {want}; use that or a new directory")
     return found
+
+
+def _remove_partial_files(root: Path) -> None:
+    """Sweep up what a killed run left half-written; the lock says nobody is writing now."""
+    for partial in root.rglob(f"*{PARTIAL_SUFFIX}"):
+        partial.unlink()
 
 
 def _check_space(manifest: Manifest, source: ExpertSource, root: Path, options: PrepareOptions) -> None:

@@ -49,11 +49,9 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, max_context: int, new
     """Token ids [1, tokens] of a prompt, through the chat template if `chat`.
 
     Raises:
-        OptionError: without a template, or too long for the model's context.
+        OptionError: too long for the model's context.
     """
     if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            raise OptionError("the model has no chat template; use --raw")
         messages = [{"role": "user", "content": prompt}]
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,10 @@ from dynaexq.core import CheckpointError, UnsupportedModelError
 from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.families import ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.profile import profile_model
+from dynaexq.integrations.transformers.quantizer import loading_progress
 from dynaexq.integrations.transformers.source import CheckpointExperts
 from dynaexq.plan.memory import ModelProfile
 from dynaexq.store import Checkpoint
-
-logger = logging.getLogger(__name__)
 
 
 class Skeleton(NamedTuple):
@@ -62,19 +61,32 @@ def open_experts(root: Path) -> tuple[Skeleton, CheckpointExperts]:
     """
     checkpoint = Checkpoint.open(root)
     skeleton = open_skeleton(root)
-    return skeleton, CheckpointExperts(skeleton.model, skeleton.layers, checkpoint)
+    experts = CheckpointExperts(skeleton.model, skeleton.layers, checkpoint)
+    if experts.unused_names:
+        warnings.warn(
+            f"{len(experts.unused_names)} tensors of {root} belong to no part of the model that runs and are left out, "
+            f"such as {experts.unused_names[0]}",
+            stacklevel=2,
+        )
+    return skeleton, experts
 
 
-def load_model(root: Path, config: DynaExqConfig, dtype: torch.dtype) -> Any:
-    """Load a store (or a checkpoint, quantising on the way) for inference.
+def load_model(
+    root: Path, config: DynaExqConfig, dtype: torch.dtype, progress: Callable[[int, int], None] | None = None
+) -> Any:
+    """Load a store (or a checkpoint, quantising on the way) for inference; `progress(experts loaded, all)`.
 
     Raises:
         StoreError, CheckpointError, MemoryLimitError, UnsupportedModelError: as the parts do.
     """
+    token = loading_progress.set(progress or loading_progress.get())
     with warnings.catch_warnings():
         # a store's config.json names the method, ours says how to load it: no conflict to warn of
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        return AutoModelForCausalLM.from_pretrained(root, quantization_config=config, dtype=dtype).eval()
+        try:
+            return AutoModelForCausalLM.from_pretrained(root, quantization_config=config, dtype=dtype).eval()
+        finally:
+            loading_progress.reset(token)
 
 
 def load_tokenizer(root: Path) -> Any:

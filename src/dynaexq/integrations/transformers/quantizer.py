@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ from dynaexq.store import Checkpoint, ExpertStore
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
 from dynaexq.store.writer import QUANT_METHOD
+
+loading_progress: ContextVar[Callable[[int, int], None]] = ContextVar(
+    "loading_progress", default=lambda done, total: None
+)
+"""Called with (experts loaded, all) during a load; Transformers' own arguments have no room for a callback."""
 
 
 def runtime_of(model: Any) -> ExpertRuntime:
@@ -86,7 +93,10 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             budget.reserve(part, nbytes)
         tiers = dict.fromkeys(self.source.shape.expert_keys(), self._tier())
         experts = ResidentExperts(self.source, tiers, CpuDevice(), budget)
-        experts.load(lambda done, total: None)
+        try:
+            experts.load(loading_progress.get())
+        finally:
+            self.source.close()
         bind_experts(
             model, self.layers, ExpertRuntime(config.mode, experts, make_kernel(config.kernel, experts), budget)
         )
@@ -117,7 +127,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         checkpoint = Checkpoint.open(root)
         experts = CheckpointExperts(model, self.layers, checkpoint)
-        surplus = set(checkpoint.tensors) - set(experts.dense_names)
+        surplus = set(checkpoint.tensors) - set(experts.dense_names) - set(experts.unused_names)
         if config.store is None:
             return QuantisingExperts(experts, *config.quantising_options()), surplus
         config.refuse_quantising_options(config.store)

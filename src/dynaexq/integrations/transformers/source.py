@@ -87,7 +87,9 @@ class CheckpointExperts:
         self._keys = KeyMap(model, list(checkpoint.tensors))
         self._patterns = {name: self._check_sources(name) for name in sorted(layers.parameter_names)}
         experts = {k for name in self._patterns for ks in self._keys.sources[name].values() for k in ks}
-        self.dense_names = sorted(set(checkpoint.tensors) - experts)
+        mapped = {k for name in self._keys.parameters for ks in self._keys.sources.get(name, {}).values() for k in ks}
+        self.dense_names = sorted(mapped - experts)
+        self.unused_names = sorted(set(checkpoint.tensors) - mapped)
         missing = self._keys.missing(layers.parameter_names)
         if missing:
             raise CheckpointError(f"{checkpoint.root} has no weights for {missing[0]} ({len(missing)} missing in all)")
@@ -165,6 +167,10 @@ class QuantisingExperts:
         """Encode one expert into `destination`. Raises CheckpointError."""
         version = encode(self._experts.read(key), self.format(tier), self.shape.expert, self._quantizer)
         destination[:] = version.block.numpy()
+
+    def close(self) -> None:
+        """Close the checkpoint's files."""
+        self._experts.checkpoint.close()
 
 
 def _check_numbering(names: list[str], experts: int, what: str) -> None:

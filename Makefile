@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.cpp src/dynaexq/native/*.hpp)
 TEXTS ?=
 
-.PHONY: setup demo test lint bench table clean
+.PHONY: setup demo test lint bench table matrix clean
 
 setup: $(VENV)/ready
 
@@ -30,6 +30,13 @@ bench: setup
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md
+
+# The plug-in on every Transformers it claims to work with (needs the package index).
+matrix: setup
+	for version in 5.19 5.20 5.21 5.22 5.23 5.24; do \
+	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(VENV)/transformers-$$version "transformers==$$version.*" && \
+	  PYTHONPATH=$(CURDIR)/$(VENV)/transformers-$$version $(BIN)/python -m pytest tests/integrations || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build

@@ -95,12 +95,8 @@ def render(result: dict[str, Any]) -> str:
         for name, gain in result["int2_default_against_rtn"].items()
     )
     tokens = ", ".join(f"{name} {count:,}" for name, count in result["tokens"].items())
-    lines += [
-        "",
-        f"Perplexity that `als` takes off `rtn` at int2 (paired, 95 % interval): {margins}.",
-        "",
-        f"Tokens: {tokens}.",
-    ]
+    margin = f"Perplexity that `{DEFAULT_QUANTIZER}` takes off `rtn` at int2 (paired, 95 % interval): {margins}."
+    lines += ["", margin, "", f"Tokens: {tokens}. Groups of {GROUP_SIZE}; MiB is all experts, padding left out."]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 BLOCK_BYTES = 4096
@@ -58,6 +59,26 @@ class Window:
     slot: int
 
 
+class Residency(Enum):
+    """State of one expert (dynaexq paper, section 1)."""
+
+    RESIDENT_LO = "handle on lo, nothing moving"
+    PROMOTING = "hi in transfer, handle still on lo"
+    RESIDENT_HI = "handle on hi, nothing moving"
+    DEMOTING = "lo in transfer, handle still on hi"
+    EVICTING = "handle switched, the old version's block waits for windows that may still read it"
+
+
+LEGAL_MOVES = {
+    Residency.RESIDENT_LO: {Residency.PROMOTING},
+    Residency.PROMOTING: {Residency.RESIDENT_HI, Residency.EVICTING, Residency.RESIDENT_LO},
+    Residency.RESIDENT_HI: {Residency.DEMOTING, Residency.EVICTING},
+    Residency.DEMOTING: {Residency.EVICTING, Residency.RESIDENT_HI},
+    Residency.EVICTING: {Residency.RESIDENT_HI, Residency.RESIDENT_LO},
+}
+"""From -> to. A transfer that fails goes back to where it came from."""
+
+
 NO_BLOCK = (1 << 28) - 1
 MAX_ARENA_BYTES = NO_BLOCK * BLOCK_BYTES
 """What the 28 bits of a block number can reach: 1 TiB."""
@@ -108,6 +129,10 @@ class UnsupportedModelError(DynaExqError):
     """The model's experts cannot be served through DynaExq."""
 
     exit_code = 4
+
+
+class FormatError(CheckpointError):
+    """Weights that a number format cannot hold."""
 
 
 class StoreError(DynaExqError):

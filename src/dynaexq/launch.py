@@ -24,11 +24,16 @@ from dynaexq.plan.memory import MemoryPlan, Workload, choose_tier, fixed_parts, 
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
+from dynaexq.store.checkpoint import read_shard
+from dynaexq.store.manifest import DENSE_NAME
 from dynaexq.store.writer import Progress
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
 DEMO_EXPERT_MEMORY = 16 << 20
 """Between the embedded model's floors: all experts take 6 MiB at int2 and 36 MiB at bf16."""
+
+PROCESS_JITTER = 8 << 20
+"""By how much the resident memory of the same start differs from run to run, at most."""
 
 PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
@@ -64,6 +69,8 @@ class LaunchOptions:
                 )
         elif self.mode == "static":
             raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
+        if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
+            raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ class Opened:
         self.store = ExpertStore.open(self.root) if (self.root / MANIFEST_NAME).exists() else None
         self.source: CheckpointExperts | None = None
         if self.store:
-            self.skeleton: Skeleton = open_skeleton(self.root)
+            self.skeleton: Skeleton = open_skeleton(self.root, len(read_shard(self.root / DENSE_NAME)))
         else:
             self.skeleton, self.source = open_experts(self.root)
         self.tokenizer = load_tokenizer(self.root)
@@ -128,7 +135,7 @@ class Opened:
         limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
-        return choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, options.mode)
+        return choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, options.mode, PROCESS_JITTER)
 
     def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tier into the cache unless it is there, and load it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,12 @@ def test_sampling_follows_the_seed(store: Path) -> None:
         (("generate", "STORE", "--prompt", "x", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("generate", "STORE", "--prompt", "x", "--seed", "3"), "--top-p and --seed do nothing at temperature 0"),
         (("generate", "STORE", "--prompt", "x", "--max-new-tokens", "1024"), "passes the model's context of 1024"),
-        (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "not a file in an existing directory"),
+        (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "not a file in an existing, writable directory"),
+        (("generate", "STORE", "--prompt", "x", "--json", "STORE/dynaexq.json"), "is a model's directory"),
+        (("inspect", "STORE", "--json", "STORE/experts/x.json"), "is a model's directory"),
+        (("generate", "STORE", "--prompt", "x", "--memory", "1G", "--expert-memory", "2G"), "it would limit nothing"),
+        (("prepare", "CHECKPOINT", "-o", "new", "--tiers", "bf16", "--quantizer", "rtn"), "do nothing for bf16 alone"),
+        (("prepare", "CHECKPOINT", "-o", "x" * 300), "no usable directory name"),
         (("evaluate", "STORE"), "give a --text"),
         (("evaluate", "STORE", "--text", "/no/such"), "cannot read /no/such"),
         (("evaluate", "STORE", "--text", "TEXT", "--window", "2048"), "--window 2048 is above the model's context"),
@@ -141,8 +147,16 @@ def test_options_that_make_no_sense_stop_the_start(
     store: Path, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "text.txt").write_text("some text to read")
-    places = {"STORE": str(store), "TEXT": str(tmp_path / "text.txt"), "new": str(tmp_path / "new")}
-    refuse(*(places.get(argument, argument) for argument in arguments), code=2, words=words)
+    places = {
+        "STORE": str(store),
+        "CHECKPOINT": str(EMBEDDED_MODEL),
+        "TEXT": str(tmp_path / "text.txt"),
+        "new": str(tmp_path / "new"),
+    }
+    before = contents(store)
+    head = (argument.replace("STORE/", f"{store}/") for argument in arguments)
+    refuse(*(places.get(argument, argument) for argument in head), code=2, words=words)
+    assert contents(store) == before
     assert not (tmp_path / "new").exists()
 
 
@@ -175,6 +189,35 @@ def test_inspect_shows_and_verifies(store: Path) -> None:
         )
     finally:
         flip_byte(path, -40_000)
+
+
+def test_stores_that_lost_a_file(store: Path, tmp_path: Path) -> None:
+    for name, words in (
+        ("model.safetensors", "is missing or cut short"),
+        ("tokenizer.json", "no usable tokenizer (tokenizer.json is missing)"),
+        ("dynaexq.json", "is a store whose dynaexq.json is missing"),
+    ):
+        copy = tmp_path / name
+        shutil.copytree(store, copy)
+        (copy / name).unlink()
+        result = CliRunner().invoke(app, ["generate", str(copy), "--prompt", "x"])
+        assert result.exit_code in (3, 5)
+        assert words in " ".join(result.stderr.split())
+        if name == "tokenizer.json":
+            checked = run("inspect", str(copy), "--verify", code=5)
+            assert "tokenizer.json (missing or changed)" in " ".join(checked.stderr.split())
+
+
+def test_a_chat_template_that_fails(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    (tmp_path / "copy" / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    refuse("generate", str(tmp_path / "copy"), "--prompt", "x", code=3, words="chat template fails")
+    run("generate", str(tmp_path / "copy"), "--raw", "--prompt", "x", "--max-new-tokens", "2")
+
+
+def test_what_nobody_foresaw_is_one_line_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynaexq.cli.inspect.ExpertStore.open", lambda _: 1 / 0)
+    refuse("inspect", str(store), code=1, words="unexpected ZeroDivisionError: division by zero")
 
 
 def test_help_shows_examples_and_version_is_printed() -> None:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaexq.core import ExpertShape, OptionError
+from dynaexq.core import ExpertShape, FormatError, OptionError
 from dynaexq.formats import QUANTIZERS, ExpertFormat, ExpertWeights, decode, encode, tier_format
 from dynaexq.formats.quantizers import dequantize, quantize_matrix
 
@@ -87,7 +87,7 @@ def test_bf16_is_exact_for_bf16_weights() -> None:
 
 
 def test_what_a_scale_cannot_describe_is_refused() -> None:
-    with pytest.raises(OptionError, match="above 65504"):
+    with pytest.raises(FormatError, match="above 65504"):
         quantize_matrix(torch.full((8, 64), 1e5), tier_format("int4"), "rtn")
     with pytest.raises(OptionError, match="unknown quantizer 'gptq'; known quantizers are rtn, hqq, als, als-gain"):
         quantize_matrix(torch.zeros((8, 64)), tier_format("int4"), "gptq")

@@ -83,7 +83,7 @@ def test_families_outside_the_interface_are_refused_by_name(tmp_path: Path) -> N
     )  # fmt: skip
     tiny_model(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"'llama4_text' do not go through .* verified families are"):
-        open_skeleton(tmp_path)
+        open_skeleton(tmp_path, 100)
 
 
 def test_dense_models_are_refused(tmp_path: Path) -> None:
@@ -93,13 +93,13 @@ def test_dense_models_are_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     tiny_model(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="'qwen3' is a dense model"):
-        open_skeleton(tmp_path)
+        open_skeleton(tmp_path, 100)
 
 
 def test_unknown_families_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(UnsupportedModelError, match="knows without remote code"):
-        open_skeleton(tmp_path)
+        open_skeleton(tmp_path, 100)
 
 
 def test_families_that_were_never_compared_are_warned_about() -> None:

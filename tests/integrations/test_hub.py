@@ -118,4 +118,6 @@ def test_a_hub_id_is_fetched_once(hub: tuple[str, list[str]], checkpoint_directo
 def test_unknown_ids_and_a_silent_hub(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     assert "neither a directory here nor a model on the hub" in resolve("no/such", hub[0], tmp_path)["error"]
     assert "cannot be fetched from the hub" in resolve("tiny/moe", "http://127.0.0.1:9", tmp_path / "empty")["error"]
-    assert "nor a hub id" in resolve("/no/such/place", hub[0], tmp_path)["error"]
+    for name in ("/no/such/place", "../no-such", "a" * 5000):
+        assert "nor a hub id" in (error := resolve(name, hub[0], tmp_path)["error"]) or "no usable name" in error
+    assert "is empty" in resolve(" ", hub[0], tmp_path)["error"]

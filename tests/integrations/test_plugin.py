@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dynaexq.core import CheckpointError, DynaExqError, MemoryLimitError, OptionError, StoreError
+from dynaexq.core import CheckpointError, DynaExqError, MemoryLimitError, OptionError, StoreError, UnsupportedModelError
 from dynaexq.integrations.transformers import DynaExqConfig, DynaExqQuantizer, runtime_of
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
 from dynaexq.store import PrepareOptions, prepare_store
@@ -169,6 +169,48 @@ def test_experts_of_another_shape(single: Path) -> None:
     (single / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))
     with pytest.raises(CheckpointError, match=r"gate of expert 0 in model.layers.0.mlp.experts has shape \[32, 64\]"):
         open_experts(single)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 10}, r"embed_tokens.weight in .* has shape \[256, 64\], the configuration says \[10, 64\]"),
+        ({"num_key_value_heads": 1}, r"has shape \[32, 64\], the configuration says \[16, 64\]"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, with 8 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, with 8 experts"),
+        ({"num_hidden_layers": 10**8}, "says 100000000 layers, but there are"),
+        ({"num_hidden_layers": 0}, "says 0 layers"),
+        ({"num_experts": None}, "no causal language model"),
+        ({"num_experts": "four"}, "no causal language model"),
+        ({"decoder_sparse_step": 0}, "no causal language model"),
+        ({"num_attention_heads": 0}, "."),
+        ({"max_position_embeddings": 0}, "."),
+        ({"hidden_size": -64}, "."),
+    ],
+)
+def test_configurations_that_contradict_the_weights(single: Path, change: dict[str, Any], words: str) -> None:
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
+        open_experts(single)
+
+
+def test_an_expert_stored_the_wrong_way_round(single: Path) -> None:
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.mlp.experts.0.up_proj.weight"
+        tensors[name] = tensors[name].t().contiguous()
+
+    change_tensors(single, transpose)
+    with pytest.raises(CheckpointError, match="expert 0 of model.layers.0.mlp.experts.gate_up_proj does not fit"):
+        open_experts(single)
+
+
+def test_weights_above_what_scales_can_hold_are_named(single: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    change_tensors(single, lambda tensors: tensors.update({name: torch.full_like(tensors[name], 1e6)}))
+    _, source = open_experts(single)
+    with pytest.raises(CheckpointError, match=r"expert 2 of model.layers.1.mlp.experts .* above 65504.*leave out tier"):
+        prepare_store(source, tmp_path / "store", PrepareOptions(("int4",), 32), silent)
 
 
 def test_prepared_directories_move(store: Path, tmp_path: Path) -> None:

@@ -106,6 +106,34 @@ def test_header_with_impossible_offsets(tmp_path: Path) -> None:
     refuse(tmp_path, "shape and bytes of w disagree")
 
 
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ('"w":{"dtype":"F32","shape":[-1,-2],"data_offsets":[0,8]}', "shape and bytes of w disagree"),
+        (
+            '"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}',
+            "twice",
+        ),
+        (
+            '"v":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}',
+            "overlap",
+        ),
+        ('"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}', "leave a gap"),
+        ('"w":{"dtype":"F32"}', "bad header entry for w"),
+    ],
+)
+def test_headers_that_would_give_wrong_weights(tmp_path: Path, entries: str, words: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = f"{{{entries}}}".encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    refuse(tmp_path, words)
+
+
+def test_json_too_deep_to_parse(broken: Path) -> None:
+    (broken / "config.json").write_text("[" * 100_000)
+    refuse(broken, "config.json", "not valid JSON")
+
+
 def test_config_missing_or_damaged(broken: Path) -> None:
     (broken / "config.json").write_text("{")
     refuse(broken, "config.json", "not valid JSON")

@@ -37,7 +37,7 @@ def options(
         raise typer.Exit
 
 
-def main() -> None:
-    """Entry point of the `dynaexq` command."""
+def run() -> None:
+    """Run the command line."""
     limit_malloc()
     app()

@@ -34,7 +34,9 @@ def evaluate(
     model: ModelArgument = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="A text file, or .jsonl with text, question+answer or prompt+solution.", show_default=False),
+        typer.Option(
+            help="A text file, or .jsonl with text, question+answer or prompt+canonical_solution.", show_default=False
+        ),
     ] = None,
     demo: DemoOption = False,
     window: Annotated[int, typer.Option(min=2, help="Tokens per forward pass.")] = 512,

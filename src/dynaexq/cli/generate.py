@@ -43,7 +43,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus; needs a temperature.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; needs a temperature.", show_default=False)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=(1 << 63) - 1, help="Of the sampling; needs a temperature.", show_default=False),
+    ] = None,
     mode: ModeOption = "auto",
     tier: TierOption = None,
     memory: MemoryOption = None,

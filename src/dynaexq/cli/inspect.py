@@ -75,6 +75,7 @@ def _verify(store: ExpertStore) -> list[str]:
             store.verify_dense()
         except StoreError as error:
             damaged.append(str(error))
+        damaged += [f"{store.root / name} (missing or changed)" for name in store.damaged_files()]
         steps = [(layer, tier) for tier in store.manifest.tiers for layer in range(store.shape.layers)]
         for done, (layer, tier) in enumerate(steps, 1):
             try:

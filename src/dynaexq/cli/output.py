@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dynaexq.core import DynaExqError, OptionError
+from dynaexq.store import MANIFEST_NAME
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +44,13 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except Exception as error:
+            if os.environ.get("DYNAEXQ_DEBUG"):
+                raise
+            reason = str(error).strip().splitlines()[:1] or [""]
+            stderr.print(f"[red]error:[/red] unexpected {type(error).__name__}: {escape(reason[0])}")
+            stderr.print("this should have been a clearer message; DYNAEXQ_DEBUG=1 shows where it came from")
+            raise typer.Exit(DynaExqError.exit_code) from None
 
     return run
 
@@ -51,9 +59,12 @@ def check_json_target(target: str | None) -> None:
     """Raise OptionError now if the JSON file could not be written later."""
     if target in (None, "-"):
         return
-    path = Path(str(target))
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OptionError(f"--json {target}: not a file in an existing directory")
+    path = Path(str(target)).absolute()
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise OptionError(f"--json {target}: not a file in an existing, writable directory")
+    for place in (path.parent, path.parent.parent):
+        if (place / MANIFEST_NAME).exists() or (place / "config.json").exists():
+            raise OptionError(f"--json {target}: {place} is a model's directory; write the result elsewhere")
 
 
 def write_json(target: str, result: dict[str, Any]) -> None:

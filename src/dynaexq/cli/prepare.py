@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +28,16 @@ def prepare(
         Path, typer.Option("--output", "-o", help="Directory of the store: new, empty, or to go on with.")
     ],
     tiers: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TIERS)}.")] = "int2,int4,int8,bf16",
-    group_size: Annotated[int, typer.Option(help="Inputs that share a scale: 32, 64 or 128.")] = DEFAULT_GROUP_SIZE,
-    quantizer: Annotated[str, typer.Option(help=f"One of {', '.join(QUANTIZERS)}.")] = DEFAULT_QUANTIZER,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Inputs that share a scale: 32, 64 or 128. [default: {DEFAULT_GROUP_SIZE}]", show_default=False
+        ),
+    ] = None,
+    quantizer: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(QUANTIZERS)}. [default: {DEFAULT_QUANTIZER}]", show_default=False),
+    ] = None,
     json_target: JsonOption = None,
 ) -> None:
     """Make a store of expert versions from a checkpoint, or go on with an unfinished one.
@@ -43,10 +52,15 @@ def prepare(
     """
     check_json_target(json_target)
     quiet_transformers()
-    options = PrepareOptions(tuple(tier.strip() for tier in tiers.split(",") if tier.strip()), group_size, quantizer)
+    names = tuple(tier.strip() for tier in tiers.split(",") if tier.strip())
+    if names == ("bf16",) and (group_size is not None or quantizer is not None):
+        raise OptionError("--group-size and --quantizer do nothing for bf16 alone; leave them out")
+    options = PrepareOptions(names, group_size or DEFAULT_GROUP_SIZE, quantizer or DEFAULT_QUANTIZER)
     root = resolve_model(model)
     if (root / MANIFEST_NAME).exists():
         raise OptionError(f"{root} is a store already; give the checkpoint it was made from")
+    if not any((root / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        warnings.warn(f"{root} has no tokenizer, so the store will have none: it cannot generate text", stacklevel=1)
     start = time.perf_counter()
     _, source = open_experts(root)
     with progress_bar() as progress:

@@ -24,7 +24,7 @@ def encode(weights: ExpertWeights, fmt: ExpertFormat, shape: ExpertShape, quanti
     """Quantise and pack one expert (any float dtype). `quantizer` does not matter for bf16.
 
     Raises:
-        OptionError: see VersionLayout.of and quantize_matrix.
+        OptionError, FormatError: see VersionLayout.of and quantize_matrix.
     """
     layout = VersionLayout.of(fmt, shape)
     block = torch.zeros(layout.extent_bytes, dtype=torch.uint8)

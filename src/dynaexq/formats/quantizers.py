@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynaexq.core import OptionError
+from dynaexq.core import FormatError, OptionError
 from dynaexq.formats.base import ExpertFormat
 
 FLOAT16_MAX = 65504.0
@@ -49,12 +49,13 @@ def quantize_matrix(matrix: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> 
     """Quantise float32 [rows, columns]: codes [rows, columns], scale and offset [rows, groups].
 
     Raises:
-        OptionError: unknown quantiser, or weights too large for float16 scales.
+        OptionError: unknown quantiser.
+        FormatError: weights too large for float16 scales.
     """
     if quantizer not in QUANTIZERS:
         raise OptionError(f"unknown quantizer '{quantizer}'; known quantizers are {', '.join(QUANTIZERS)}")
     if matrix.abs().max() > FLOAT16_MAX:
-        raise OptionError(f"a weight is above {FLOAT16_MAX:.0f}, the largest a float16 scale can describe")
+        raise FormatError(f"a weight is above {FLOAT16_MAX:.0f}, the largest that float16 scales can describe")
     rows, columns = matrix.shape
     groups = matrix.reshape(-1, fmt.group_size)
     step = max(1, CHUNK // fmt.group_size)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from dynaexq.core import CheckpointError
 
@@ -20,10 +20,15 @@ def resolve_model(model: str) -> Path:
     Raises:
         CheckpointError: neither a directory nor a hub id, or the hub cannot provide it.
     """
+    if not model.strip():
+        raise CheckpointError("the model's name is empty; give a model directory or a hub id such as org/name")
     path = Path(model).expanduser()
-    if path.exists():
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise CheckpointError(f"{model} is no usable name: {error.strerror}") from error
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         raise CheckpointError(f"{model} is not a directory, nor a hub id such as org/name")
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=PATTERNS))
@@ -31,7 +36,7 @@ def resolve_model(model: str) -> Path:
         raise CheckpointError(
             f"{model} is neither a directory here nor a model on the hub (or it is private)"
         ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{model} cannot be fetched from the hub: {reason}; download it by other means and give its directory"

@@ -107,11 +107,13 @@ def choose_tier(
     memory: int,
     expert_memory: int | None,
     mode: str,
+    jitter: int = 0,
 ) -> MemoryPlan:
     """The highest of `tiers` that fits; `mode` is `auto`, or `full` or `static` with `tiers` narrowed by the caller.
 
     Raises:
-        MemoryLimitError: not even the lowest tier fits; the text says the floor.
+        MemoryLimitError: not even the lowest tier fits; the text says the floor, with the `jitter` bytes by which a
+            part that was measured may be larger in the next run.
     """
     ordered = sorted(tiers, key=tier_rank)
     sizes = {tier: expert_bytes(shape, tier, group_size) for tier in ordered}
@@ -120,7 +122,7 @@ def choose_tier(
     fitting = [tier for tier in ordered if sizes[tier] <= pool]
     if not fitting:
         lowest = ordered[0]
-        raise MemoryLimitError(_explain_floor(lowest, sizes[lowest], fixed, memory, expert_memory))
+        raise MemoryLimitError(_explain_floor(lowest, sizes[lowest], fixed, memory, expert_memory, jitter))
     tier = fitting[-1]
     limit = memory if expert_memory is None else min(memory, base + expert_memory)
     chosen = mode if mode != "auto" else "full" if tier == ordered[-1] else "static"
@@ -136,15 +138,18 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def _explain_floor(tier: str, size: int, fixed: dict[str, int], memory: int, expert_memory: int | None) -> str:
+def _explain_floor(
+    tier: str, size: int, fixed: dict[str, int], memory: int, expert_memory: int | None, jitter: int
+) -> str:
     if expert_memory is not None and size > expert_memory:
         return (
             f"the expert memory limit {format_bytes(expert_memory)} is below the floor {format_bytes(size)} "
             f"({size} bytes: all experts at {tier}); raise --expert-memory or allow a lower tier"
         )
-    floor = sum(fixed.values()) + size
+    floor = sum(fixed.values()) + size + jitter
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in fixed.items())
     return (
         f"the memory limit {format_bytes(memory)} is below the floor {format_bytes(floor)} ({floor} bytes: {parts}, "
-        f"experts at {tier} {format_bytes(size)}); raise --memory, shorten the text, or allow a lower tier"
+        f"experts at {tier} {format_bytes(size)}, {format_bytes(jitter)} to spare); "
+        "raise --memory, shorten the text, or allow a lower tier"
     )

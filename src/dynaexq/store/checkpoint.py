@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dynaexq.core import CheckpointError
+from dynaexq.core import CheckpointError, StoreError
 from dynaexq.native import read_extent
 from dynaexq.store.files import read_header
 
@@ -55,6 +55,10 @@ class Checkpoint:
         quantization = config.get("quantization_config")
         if quantization:
             method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+            if method == "dynaexq":
+                raise StoreError(
+                    f"{root} is a store whose dynaexq.json is missing; prepare it again into a new directory"
+                )
             raise CheckpointError(
                 f"{root} is already quantised ({method}); give the checkpoint in bfloat16, float16 or float32"
             )
@@ -121,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -168,7 +172,7 @@ def read_shard(path: Path) -> dict[str, TensorEntry]:
     header, data_start, size = read_header(path, CheckpointError)
     header.pop("__metadata__", None)
     tensors = {}
-    end = 0
+    spans = []
     for name, entry in header.items():
         try:
             dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
@@ -176,10 +180,20 @@ def read_shard(path: Path) -> dict[str, TensorEntry]:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: bad header entry for {name}") from error
         width = DTYPES[dtype].itemsize if dtype in DTYPES else 0
-        if begin < 0 or stop < begin or (width and math.prod(shape) * width != stop - begin):
+        if (
+            begin < 0
+            or stop < begin
+            or min(shape, default=0) < 0
+            or (width and math.prod(shape) * width != stop - begin)
+        ):
             raise CheckpointError(f"{path} is damaged: shape and bytes of {name} disagree")
         tensors[name] = TensorEntry(path, dtype, shape, data_start + begin, stop - begin)
-        end = max(end, stop)
+        spans.append((begin, stop, name))
+    end = 0
+    for begin, stop, name in sorted(spans):
+        if begin != end:
+            raise CheckpointError(f"{path} is damaged: the bytes of {name} overlap others or leave a gap")
+        end = stop
     if data_start + end != size:
         raise CheckpointError(f"shard {path} is cut short or damaged: {data_start + end} bytes expected, {size} there")
     return tensors

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dynaexq.core import DynaExqError, StoreError
+from dynaexq.native import crc32c
 
 PARTIAL_SUFFIX = ".partial"
 LOCK_NAME = ".dynaexq.lock"
@@ -96,6 +99,14 @@ def lock_directory(path: Path, on_wait: Callable[[], None] | None = None) -> Ite
         os.close(descriptor)
 
 
+def file_checksum(path: Path) -> int:
+    """CRC-32C of a small file. Raises StoreError."""
+    try:
+        return crc32c(np.frombuffer(path.read_bytes(), np.uint8))
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def read_header(path: Path, error: type[DynaExqError]) -> tuple[dict[str, Any], int, int]:
     """Parse a safetensors header.
 
@@ -114,14 +125,21 @@ def read_header(path: Path, error: type[DynaExqError]) -> tuple[dict[str, Any], 
             (length,) = struct.unpack("<Q", prefix)
             if length > min(MAX_HEADER_BYTES, size - 8):
                 raise error(f"{path} is damaged or cut short: its header claims {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
-    except ValueError as problem:
-        raise error(f"{path} is damaged: its safetensors header is not valid JSON") from problem
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{path} is damaged: its safetensors header is not valid JSON ({problem})") from problem
     if not isinstance(header, dict):
         raise error(f"{path} is damaged: its safetensors header is not an object")
     return header, 8 + length, size
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} appears twice")
+    return dict(pairs)
 
 
 def header_bytes(header: dict[str, Any], total: int = 0, unit: int = 8) -> bytes:

@@ -97,7 +97,9 @@ def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: 
     metadata = metadata if isinstance(metadata, dict) else {}
     for name, expected in identity.metadata().items():
         if metadata.get(name) != expected:
-            raise StoreError(f"{path} belongs to another store: its {name} is {metadata.get(name)!r}, not {expected!r}")
+            raise StoreError(
+                f"{path} is damaged or belongs to another store: its {name} is {metadata.get(name)!r}, not {expected!r}"
+            )
     if size != start + experts * extent_bytes or start % BLOCK_BYTES:
         raise StoreError(
             f"{path} is cut short or damaged: {start + experts * extent_bytes} bytes expected, {size} there"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dynaexq.core import ExpertShape, ModelShape, StoreError
 from dynaexq.formats import LAYOUT_ID, ExpertFormat, tier_format
+from dynaexq.formats.base import GROUP_SIZES
 from dynaexq.store.files import replace_atomically, write_all
 
 MANIFEST_NAME = "dynaexq.json"
@@ -43,13 +44,22 @@ class Manifest(BaseModel):
     fingerprint: str
     model_type: str
     layer_names: list[str]
-    experts: int
-    hidden: int
-    intermediate: int
+    experts: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    intermediate: int = Field(gt=0)
     group_size: int
     quantizer: str
     dense: DenseInfo | None = None
+    files: dict[str, int] = {}
+    """CRC-32C of configuration and tokenizer files by name."""
     tiers: dict[str, TierInfo] = {}
+
+    @field_validator("group_size")
+    @classmethod
+    def _known_group_size(cls, value: int) -> int:
+        if value not in GROUP_SIZES:
+            raise ValueError(f"unknown group size {value}")
+        return value
 
     @property
     def shape(self) -> ModelShape:

@@ -13,8 +13,9 @@ from dynaexq.core import ExpertKey, ModelShape, StoreError
 from dynaexq.formats import LAYOUT_ID, ExpertFormat
 from dynaexq.native import read_extent
 from dynaexq.store.dense import verify_dense
+from dynaexq.store.files import file_checksum
 from dynaexq.store.layer_file import LayerFile, LayerIdentity, damaged_extents, layer_path, open_layer
-from dynaexq.store.manifest import Manifest
+from dynaexq.store.manifest import DENSE_NAME, Manifest
 
 
 def identity_of(manifest: Manifest, layer: int, tier: str) -> LayerIdentity:
@@ -46,6 +47,9 @@ class ExpertStore:
             raise StoreError(
                 f"{root} was not prepared to the end; run `dynaexq prepare` again, it goes on where it stopped"
             )
+        dense = root / DENSE_NAME
+        if not dense.is_file() or dense.stat().st_size != manifest.dense.nbytes:
+            raise StoreError(f"{dense} is missing or cut short; run `dynaexq prepare` again to restore it")
         return cls(root, manifest)
 
     @property
@@ -92,6 +96,14 @@ class ExpertStore:
         """Check the dense file. Raises StoreError."""
         assert self.manifest.dense is not None
         verify_dense(self.root, self.manifest.dense)
+
+    def damaged_files(self) -> list[str]:
+        """Side files (configuration, tokenizer) that are missing or not as they were prepared."""
+        return [
+            name
+            for name, checksum in self.manifest.files.items()
+            if not (self.root / name).is_file() or file_checksum(self.root / name) != checksum
+        ]
 
     def damaged(self, layer: int, tier: str) -> list[int]:
         """Experts of a layer whose bytes are wrong. Raises StoreError when the file is unfit as a whole."""

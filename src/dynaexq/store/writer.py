@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dynaexq.core import ExpertKey, ModelShape, OptionError, StoreError, round_up
+from dynaexq.core import CheckpointError, ExpertKey, FormatError, ModelShape, OptionError, StoreError, round_up
 from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, ExpertWeights, VersionLayout, encode, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.store.checkpoint import INDEX_NAME, Checkpoint
 from dynaexq.store.dense import verify_dense, write_dense
-from dynaexq.store.files import LOCK_NAME, PARTIAL_SUFFIX, lock_directory, replace_atomically, write_all
+from dynaexq.store.files import LOCK_NAME, PARTIAL_SUFFIX, file_checksum, lock_directory, replace_atomically, write_all
 from dynaexq.store.layer_file import LayerFile, damaged_extents, layer_path, open_layer, write_layer
 from dynaexq.store.manifest import MANIFEST_NAME, Manifest, TierInfo
 from dynaexq.store.reader import identity_of
@@ -85,7 +85,7 @@ def prepare_store(
         _remove_partial_files(root)
         _check_space(manifest, source, root, options)
         manifest.save(root)
-        _copy_side_files(source.checkpoint, root)
+        manifest = manifest.model_copy(update={"files": _copy_side_files(source.checkpoint, root)})
         manifest = _prepare_dense(manifest, source, root, progress)
         manifest = _prepare_tiers(manifest, source, root, options.tiers, progress)
         manifest.save(root)
@@ -108,8 +108,11 @@ def _manifest(source: ExpertSource, options: PrepareOptions) -> Manifest:
 
 def _check_target(root: Path, wanted: Manifest) -> Manifest | None:
     """The manifest already in `root`, None if the directory is free to use."""
-    if not root.exists():
-        return None
+    try:
+        if not root.exists():
+            return None
+    except OSError as error:
+        raise OptionError(f"{root} is no usable directory name: {error.strerror}") from error
     if not root.is_dir():
         raise OptionError(f"{root} exists and is not a directory")
     if not (root / MANIFEST_NAME).exists():
@@ -153,8 +156,9 @@ def _check_space(manifest: Manifest, source: ExpertSource, root: Path, options: 
         )
 
 
-def _copy_side_files(checkpoint: Checkpoint, root: Path) -> None:
-    """Tokenizer and generation files as they are; config.json with our quantization_config."""
+def _copy_side_files(checkpoint: Checkpoint, root: Path) -> dict[str, int]:
+    """Tokenizer and generation files as they are; config.json with our quantization_config. Returns their checksums."""
+    written = ["config.json"]
     for path in sorted(checkpoint.root.iterdir()):
         if (
             path.suffix in COPIED_SUFFIXES
@@ -163,9 +167,11 @@ def _copy_side_files(checkpoint: Checkpoint, root: Path) -> None:
         ):
             with replace_atomically(root / path.name) as descriptor:
                 write_all(descriptor, path.read_bytes())
+            written.append(path.name)
     config = {**checkpoint.config, "quantization_config": {"quant_method": QUANT_METHOD}}
     with replace_atomically(root / "config.json") as descriptor:
         write_all(descriptor, json.dumps(config, indent=2).encode())
+    return {name: file_checksum(root / name) for name in sorted(written)}
 
 
 def _prepare_dense(manifest: Manifest, source: ExpertSource, root: Path, progress: Progress) -> Manifest:
@@ -222,7 +228,11 @@ def _write_layer_tiers(
         for expert in range(manifest.experts):
             weights = source.read(ExpertKey(layer, expert))
             for fmt, add in writers:
-                add(encode(weights, fmt, shape, manifest.quantizer))
+                try:
+                    add(encode(weights, fmt, shape, manifest.quantizer))
+                except FormatError as error:
+                    where = f"expert {expert} of {manifest.layer_names[layer]} in {source.checkpoint.root}"
+                    raise CheckpointError(f"{where}: {error}; leave out tier {fmt.name}") from error
             progress(
                 "experts", manifest.shape.index(ExpertKey(layer, expert)), manifest.shape.layers * manifest.experts
             )

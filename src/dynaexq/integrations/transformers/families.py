@@ -61,11 +61,12 @@ def find_expert_layers(model: nn.Module) -> ExpertLayers:
         if left_over or _expert_count(config):
             raise UnsupportedModelError(
                 f"the experts of model family '{family}' do not go through Transformers' experts interface, so they "
-                f"cannot be served; verified families are {', '.join(sorted(VERIFIED_FAMILIES))}"
+                f"cannot be served; verified families are {', '.join(sorted(VERIFIED_FAMILIES - {'qwen3_5_moe_text'}))}"
             )
         raise UnsupportedModelError(f"'{family}' is a dense model without experts; DynaExq needs a Mixture-of-Experts")
     if left_over:
         raise UnsupportedModelError(f"model family '{family}': {left_over[0]} would be left out; it cannot be served")
+    _check_routing(config.get_text_config(), family, modules)
     if family not in VERIFIED_FAMILIES:
         warnings.warn(f"model family '{family}' has not been verified against plain Transformers", stacklevel=2)
     shapes = {_geometry(name, module, family) for name, module in modules.items()}
@@ -85,6 +86,14 @@ def expert_matrices(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> t
 
 def _is_dispatched(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "_apply_gate"))
+
+
+def _check_routing(config: Any, family: str, modules: dict[str, Any]) -> None:
+    experts = min(int(module.num_experts) for module in modules.values())
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
+        top_k = getattr(config, name, None)
+        if isinstance(top_k, int) and not 1 <= top_k <= experts:
+            raise UnsupportedModelError(f"model family '{family}': {name} is {top_k}, with {experts} experts")
 
 
 def _expert_count(config: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from dynaexq.core import OptionError
+from dynaexq.core import CheckpointError, OptionError
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,17 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, max_context: int, new
     """Token ids [1, tokens] of a prompt, through the chat template if `chat`.
 
     Raises:
+        CheckpointError: the chat template fails.
         OptionError: too long for the model's context.
     """
     if chat:
         messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # templates are programs that come with the model
+            raise CheckpointError(f"the model's chat template fails ({error}); --raw goes without it") from error
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"]

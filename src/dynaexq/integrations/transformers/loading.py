@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dynaexq.core import CheckpointError, UnsupportedModelError
+from dynaexq.core import CheckpointError, DynaExqError, UnsupportedModelError
 from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.families import ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.profile import profile_model
@@ -29,8 +29,8 @@ class Skeleton(NamedTuple):
     profile: ModelProfile
 
 
-def open_skeleton(root: Path) -> Skeleton:
-    """Build the model of `root`'s configuration on the meta device.
+def open_skeleton(root: Path, tensors: int) -> Skeleton:
+    """Build the model of `root`'s configuration on the meta device; `tensors` are there to fill it.
 
     Raises:
         CheckpointError: the configuration is missing or invalid.
@@ -40,16 +40,20 @@ def open_skeleton(root: Path) -> Skeleton:
         raise CheckpointError(f"{root / 'config.json'} is missing")
     try:
         config = AutoConfig.from_pretrained(root)
+        layers = int(config.get_text_config().num_hidden_layers)
+        if not 0 < layers <= tensors:
+            raise CheckpointError(f"{root / 'config.json'} says {layers} layers, but there are {tensors} tensors")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except DynaExqError:
+        raise
+    except Exception as error:  # the family's own code on a configuration nobody has checked
         raise UnsupportedModelError(
             f"{root / 'config.json'} describes no causal language model that Transformers {transformers.__version__} "
-            f"knows without remote code: {reason}"
+            f"knows without remote code: {_first_line(error)}"
         ) from error
-    layers = find_expert_layers(model)
-    return Skeleton(model, layers, profile_model(model, layers))
+    experts = find_expert_layers(model)
+    return Skeleton(model, experts, profile_model(model, experts))
 
 
 def open_experts(root: Path) -> tuple[Skeleton, CheckpointExperts]:
@@ -60,7 +64,7 @@ def open_experts(root: Path) -> tuple[Skeleton, CheckpointExperts]:
         UnsupportedModelError: see open_skeleton.
     """
     checkpoint = Checkpoint.open(root)
-    skeleton = open_skeleton(root)
+    skeleton = open_skeleton(root, len(checkpoint.tensors))
     experts = CheckpointExperts(skeleton.model, skeleton.layers, checkpoint)
     if experts.unused_names:
         warnings.warn(
@@ -93,9 +97,16 @@ def load_tokenizer(root: Path) -> Any:
     """The tokenizer of `root`. Raises CheckpointError when there is none."""
     try:
         return AutoTokenizer.from_pretrained(root)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{root} has no usable tokenizer: {reason}") from error
+    except Exception as error:  # whatever a damaged tokenizer file sets off
+        what = "damaged" if (root / "tokenizer.json").exists() else "missing"
+        raise CheckpointError(
+            f"{root} has no usable tokenizer (tokenizer.json is {what}): {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def quiet_transformers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dynaexq.core import UnsupportedModelError
 from dynaexq.integrations.transformers.families import ExpertLayers
 from dynaexq.plan.memory import ModelProfile
 
@@ -19,13 +20,16 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
     per_layer = 2 * kv_heads * head_dim
     if getattr(config, "kv_lora_rank", None):  # latent attention: the cache holds expanded keys and values
         per_layer = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and context < 1:
+        raise UnsupportedModelError(f"the configuration's max_position_embeddings is {context}")
     eager = getattr(config, "_attn_implementation", None) == "eager"
     return ModelProfile(
         shape=layers.shape,
         dense_parameters=dense,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        max_context=getattr(config, "max_position_embeddings", None) or 1 << 20,
+        max_context=context or 1 << 20,
         kv_width=per_layer * config.num_hidden_layers,
         state_elements=_state_elements(config) * config.num_hidden_layers,
         attention_width=heads * max(head_dim, per_layer // (2 * kv_heads)),

@@ -33,6 +33,7 @@ class KeyMap:
         self.by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
         parameters = dict(model.state_dict())
         self.parameters = set(parameters)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
         self.sources: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(names, key=dot_natural_key):
             target, pattern = rename_source_key(
@@ -93,6 +94,7 @@ class CheckpointExperts:
         missing = self._keys.missing(layers.parameter_names)
         if missing:
             raise CheckpointError(f"{checkpoint.root} has no weights for {missing[0]} ({len(missing)} missing in all)")
+        self._check_dense_shapes(layers.parameter_names)
         self.read(ExpertKey(0, 0))  # a wrong geometry shows before anything is made of it
 
     def read(self, key: ExpertKey) -> ExpertWeights:
@@ -110,6 +112,17 @@ class CheckpointExperts:
                 )
         return weights
 
+    def _check_dense_shapes(self, experts: set[str]) -> None:
+        """Tensors taken as they are must have the parameter's shape (Transformers checks the converted ones)."""
+        for target in self._keys.parameters - experts:
+            for name in self._keys.sources.get(target, {}).get(None, []):
+                found = self.checkpoint.tensors[name].shape
+                if found != self._keys.shapes[target]:
+                    raise CheckpointError(
+                        f"tensor {name} in {self.checkpoint.tensors[name].file} has shape {list(found)}, "
+                        f"the configuration says {list(self._keys.shapes[target])}"
+                    )
+
     def _read_parameter(self, name: str, expert: int) -> torch.Tensor:
         sources = self._keys.sources[name]
         pattern = self._patterns[name]
@@ -117,15 +130,18 @@ class CheckpointExperts:
             return self.checkpoint.read(sources[None][0], expert)
         converter = self._keys.by_pattern[pattern]
         tensors: dict[str, Any] = {str(each): [self.checkpoint.read(names[expert])] for each, names in sources.items()}
-        for operation in converter.operations:
-            tensors = operation.convert(
-                tensors,
-                source_patterns=converter.source_patterns,
-                target_patterns=converter.target_patterns,
-                full_layer_name=name,
-                model=self._model,
-                config=self._model.config,
-            )
+        try:
+            for operation in converter.operations:
+                tensors = operation.convert(
+                    tensors,
+                    source_patterns=converter.source_patterns,
+                    target_patterns=converter.target_patterns,
+                    full_layer_name=name,
+                    model=self._model,
+                    config=self._model.config,
+                )
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.checkpoint.root}: expert {expert} of {name} does not fit: {error}") from error
         (result,) = tensors.values()
         tensor: torch.Tensor = result[0]
         return tensor

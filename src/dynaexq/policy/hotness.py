@@ -1,0 +1,65 @@
+"""Hotness of every expert: an exponential moving average of router traffic (dynaexq paper, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import OptionError
+
+Scores = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class HotnessOptions:
+    """How traffic becomes hotness.
+
+    Args:
+        alpha: weight of the past, in [0, 1).
+        prefill_weight: what one routed token of a prefill counts, where one of a decode step counts 1. Below 1 keeps
+            a long prompt from drowning the decode signal.
+    """
+
+    alpha: float = 0.9
+    prefill_weight: float = 1.0
+
+    def check(self) -> None:
+        """Raise OptionError for values out of range."""
+        if not 0 <= self.alpha < 1:
+            raise OptionError(f"alpha {self.alpha} is not in [0, 1)")
+        if self.prefill_weight < 0:
+            raise OptionError(f"the prefill weight {self.prefill_weight} is negative")
+
+
+class Hotness:
+    """Scores [layers, experts], each layer's share of traffic: a layer sums to 1 once it has seen any."""
+
+    def __init__(self, layers: int, experts: int, options: HotnessOptions) -> None:
+        options.check()
+        self.options = options
+        self._sums: Scores = np.zeros((layers, experts))
+
+    def update(self, prefill: Scores, decode: Scores) -> None:
+        """Fold one interval's traffic in: `S <- alpha * S + (1 - alpha) * c`, both [layers, experts]."""
+        traffic = prefill * self.options.prefill_weight + decode
+        self._sums = self.options.alpha * self._sums + (1 - self.options.alpha) * traffic
+
+    @property
+    def scores(self) -> Scores:
+        """Share of its layer's traffic for every expert, [layers, experts]."""
+        totals = self._sums.sum(1, keepdims=True)
+        shares: Scores = np.divide(self._sums, totals, out=np.zeros_like(self._sums), where=totals > 0)
+        return shares
+
+    def restore(self, sums: Scores) -> None:
+        """Continue from saved sums [layers, experts]."""
+        assert sums.shape == self._sums.shape
+        self._sums = sums.astype(np.float64)
+
+    @property
+    def sums(self) -> Scores:
+        """What `restore` takes."""
+        copied: Scores = self._sums.copy()
+        return copied

@@ -1,0 +1,105 @@
+"""Which experts get the high-precision slots: top-n by layer, with hysteresis (dynaexq paper, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import OptionError
+from dynaexq.policy.hotness import Scores
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """Hysteresis against thrash; zeros mean plain top-n.
+
+    Args:
+        margin: an outsider replaces a member only if its score is above the member's by more than this (scores are
+            shares of a layer's traffic).
+        rank_slack: and only if the outsider ranks this far inside the top n, and the member this far outside.
+    """
+
+    margin: float = 0.0
+    rank_slack: int = 0
+
+    def check(self) -> None:
+        """Raise OptionError for values out of range."""
+        if self.margin < 0 or self.rank_slack < 0:
+            raise OptionError(f"hysteresis margin {self.margin} and rank slack {self.rank_slack} must not be negative")
+
+
+def select_high(scores: Scores, current: Mask, capacity: Counts, options: SelectionOptions) -> Mask:
+    """The wanted high set of every layer.
+
+    A set over its capacity is cut to its hottest members. Free slots go to the hottest outsiders that have any traffic.
+    Beyond that the k-th hottest outsider is paired with the k-th coldest member and takes its place only if
+    hysteresis allows, so a set never exceeds its capacity and never gives up a member without a hotter one for it.
+
+    Args:
+        scores: hotness [layers, experts], not negative.
+        current: the high set in force or on its way, [layers, experts].
+        capacity: slots by layer (`n_hi`), [layers].
+
+    Returns:
+        The wanted set, [layers, experts].
+    """
+    order = _rank(scores)  # everything below is in order of rank: column 0 is a layer's hottest expert
+    ranked = np.take_along_axis(scores, order, 1)
+    wanted = np.take_along_axis(current, order, 1)
+    wanted &= np.cumsum(wanted, 1) <= capacity[:, None]
+    free = capacity - wanted.sum(1)
+    outsiders = ~wanted & (ranked > 0)
+    wanted |= outsiders & (np.cumsum(outsiders, 1) <= free[:, None])
+    _swap(ranked, wanted, capacity, options)
+    result = np.zeros_like(current)
+    np.put_along_axis(result, order, wanted, 1)
+    return result
+
+
+INDEX_BITS = 12
+"""Low bits of a score given up for the expert's index: up to 4,096 experts, 40 bits of the score kept."""
+
+
+def _rank(scores: Scores) -> Counts:
+    """Experts of each layer from the hottest down, [layers, experts]; of equal scores the first expert is hotter.
+
+    Sorting integers that carry the index is several times as fast as an argsort.
+    """
+    experts = scores.shape[1]
+    assert experts <= 1 << INDEX_BITS
+    bits = np.ascontiguousarray(scores, np.float64).view(np.int64)  # floats that are not negative sort like their bits
+    keys = bits >> INDEX_BITS << INDEX_BITS | np.arange(experts - 1, -1, -1)
+    keys.sort(1)
+    order: Counts = experts - 1 - (keys[:, ::-1] & (1 << INDEX_BITS) - 1)
+    return order
+
+
+def _swap(ranked: Scores, wanted: Mask, capacity: Counts, options: SelectionOptions) -> None:
+    """Exchange the k-th hottest outsider and the k-th coldest member while hysteresis allows; `wanted` changes."""
+    ranks = np.arange(ranked.shape[1])
+    entering = ~wanted & (ranks < (capacity - options.rank_slack)[:, None])
+    leaving = wanted & (ranks >= (capacity + options.rank_slack)[:, None])
+    in_layer, in_rank = np.nonzero(entering)
+    out_layer, out_rank = np.nonzero(leaving[:, ::-1])
+    out_rank = ranked.shape[1] - 1 - out_rank
+    nth_in, nth_out = _count_within(in_layer), _count_within(out_layer)
+    hottest = np.full(ranked.shape, -np.inf)
+    hottest[in_layer, nth_in] = ranked[in_layer, in_rank]
+    coldest = np.full(ranked.shape, np.inf)
+    coldest[out_layer, nth_out] = ranked[out_layer, out_rank]
+    swaps = (hottest > coldest + options.margin).sum(1)
+    enters, leaves = nth_in < swaps[in_layer], nth_out < swaps[out_layer]
+    wanted[in_layer[enters], in_rank[enters]] = True
+    wanted[out_layer[leaves], out_rank[leaves]] = False
+
+
+def _count_within(groups: Counts) -> Counts:
+    """0, 1, 2, ... within each run of equal values of a sorted array."""
+    starts = np.searchsorted(groups, groups)
+    counts: Counts = np.arange(len(groups)) - starts
+    return counts

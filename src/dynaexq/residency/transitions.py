@@ -1,0 +1,163 @@
+"""The transition pipeline: wanted high sets become copies, publishes and reclaims, never making anyone wait.
+
+Each `step` does what can be done now: reclaim, take in finished copies, admit new ones. Time is an argument.
+(dynaexq paper, section 3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import ExpertKey, OptionError, Residency
+from dynaexq.device.copies import CopyEngine
+from dynaexq.residency.resident import VersionSource
+from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.5, 60.0
+
+
+@dataclass
+class Counters:
+    """What happened to expert versions since start."""
+
+    waits: int = 0
+    wait_seconds: float = 0.0
+    promotions: int = 0
+    demotions: int = 0
+    evictions: int = 0
+    deferred: int = 0
+    failed: int = 0
+    bytes_moved: int = 0
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """Bounds on background traffic: bytes per second (None: no bound) and copies in flight."""
+
+    bytes_per_second: float | None = None
+    in_flight: int = 4
+
+    def check(self) -> None:
+        """Raise OptionError for values that would stop all traffic."""
+        if self.in_flight < 1 or (self.bytes_per_second is not None and self.bytes_per_second <= 0):
+            raise OptionError(f"{self}: no version could ever move")
+
+
+class TransitionPipeline:
+    """Moves experts toward a wanted high set. Every method is called by the control thread."""
+
+    def __init__(
+        self,
+        experts: VersionedExperts,
+        source: VersionSource,
+        tiers: tuple[str, str],
+        engine: CopyEngine,
+        limit: RateLimit,
+        report_failure: Callable[[str], None],
+    ) -> None:
+        limit.check()
+        self.counters = Counters()
+        self._experts = experts
+        self._source = source
+        self._tiers = tiers
+        self._engine = engine
+        self._limit = limit
+        self._report_failure = report_failure
+        self._promotions: list[ExpertKey] = []
+        self._demotions: list[ExpertKey] = []
+        self._in_flight: dict[int, ExpertKey] = {}
+        self._deferred: set[ExpertKey] = set()
+        self._retry: dict[ExpertKey, tuple[float, float]] = {}  # not before, next back-off
+        self._next_ticket = 0
+        self._paid_until = 0.0
+
+    def want(self, wanted: np.ndarray[Any, np.dtype[np.bool_]], scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Replace the update queue by what `wanted` [layers, experts] asks for, hottest in and coldest out first."""
+        current = self._experts.high_mask()
+        self._promotions = _keys(wanted & ~current, -scores)
+        self._demotions = _keys(current & ~wanted, scores)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued, moving, or waiting to be reclaimed."""
+        return not (self._promotions or self._demotions or self._in_flight or self._experts.retired)
+
+    @property
+    def pending_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """The high set in force or on its way, [layers, experts]: what a policy compares with."""
+        mask = self._experts.high_mask()
+        for key in self._in_flight.values():
+            mask[key] = self._experts.entries[key].state is Residency.PROMOTING
+        return mask
+
+    def step(self, now: float) -> None:
+        """Do what can be done at time `now` (seconds)."""
+        self._take_completions(now)
+        self.counters.evictions += self._experts.reclaim()
+        self._admit(now)
+
+    def _take_completions(self, now: float) -> None:
+        for ticket, error in self._engine.completed():
+            key = self._in_flight.pop(ticket)
+            promoting = self._experts.entries[key].state is Residency.PROMOTING
+            if error is not None:
+                self._experts.abandon(key)
+                self._fail(key, error, now, promoting)
+                continue
+            self._retry.pop(key, None)
+            self._experts.finish(key)
+            self.counters.bytes_moved += self._experts.layouts[HIGH if promoting else LOW].extent_bytes
+            self.counters.promotions += promoting
+            self.counters.demotions += not promoting
+
+    def _admit(self, now: float) -> None:
+        """Demotions first: their blocks make promotions feasible."""
+        self._demotions = [key for key in self._demotions if not self._start(key, False, now)]
+        self._promotions = [key for key in self._promotions if not self._start(key, True, now)]
+
+    def _start(self, key: ExpertKey, to_high: bool, now: float) -> bool:
+        """Begin a transition; True when the queue is done with it."""
+        entry = self._experts.entries[key]
+        if entry.state is not (Residency.RESIDENT_LO if to_high else Residency.RESIDENT_HI):
+            return entry.state is (Residency.RESIDENT_HI if to_high else Residency.RESIDENT_LO)
+        if not to_high and self._experts.keep_low:
+            self._experts.drop_high(key)
+            self.counters.demotions += 1
+            return True
+        not_before = max(self._retry.get(key, (0.0, 0.0))[0], self._paid_until)
+        if now < not_before or len(self._in_flight) >= self._limit.in_flight:
+            return False
+        offset = self._experts.try_begin(key, to_high)
+        if offset is None:
+            self.counters.deferred += key not in self._deferred
+            self._deferred.add(key)
+            return False
+        self._deferred.discard(key)
+        self._submit(key, HIGH if to_high else LOW, offset, now)
+        return True
+
+    def _submit(self, key: ExpertKey, pool: int, offset: int, now: float) -> None:
+        destination = self._experts.destination(pool, offset)
+        tier, source = self._tiers[pool], self._source
+        if self._limit.bytes_per_second is not None:
+            self._paid_until = max(now, self._paid_until) + destination.nbytes / self._limit.bytes_per_second
+        self._in_flight[self._next_ticket] = key
+        self._engine.submit(self._next_ticket, lambda: source.read_into(key, tier, destination))
+        self._next_ticket += 1
+
+    def _fail(self, key: ExpertKey, error: Exception, now: float, promoting: bool) -> None:
+        self.counters.failed += 1
+        backoff = self._retry.get(key, (0.0, FIRST_BACKOFF))[1]
+        self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
+        (self._promotions if promoting else self._demotions).append(key)
+        self._report_failure(f"{key}: {error}; its version in force stays, next try in {backoff:g} s")
+
+
+def _keys(mask: np.ndarray[Any, np.dtype[np.bool_]], order: np.ndarray[Any, np.dtype[np.float64]]) -> list[ExpertKey]:
+    found = np.argwhere(mask)
+    ranked = found[np.argsort(order[mask], kind="stable")]
+    return [ExpertKey(int(layer), int(expert)) for layer, expert in ranked]

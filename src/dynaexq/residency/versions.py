@@ -1,0 +1,267 @@
+"""Versioned Expert Residency: which version of each expert is in force, and the blocks behind it.
+
+One thread, the control thread, calls everything that changes state; any thread may open windows on `handles`.
+(dynaexq paper, section 1: VER; section 2: pools.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dynaexq.core import (
+    LEGAL_MOVES,
+    ExpertKey,
+    ExpertShape,
+    Handle,
+    ModelShape,
+    Residency,
+    decode_handle,
+    encode_handle,
+)
+from dynaexq.device import Arena, Device
+from dynaexq.device.base import Bytes
+from dynaexq.formats import VersionLayout
+from dynaexq.residency.budget import BudgetTracker
+from dynaexq.residency.handles import HandleWords
+from dynaexq.residency.pool import BlockPool
+from dynaexq.residency.resident import VersionSource
+
+HIGH, LOW = 0, 1
+"""Indexes into the format table, the pools and the layouts."""
+
+
+class Retired(NamedTuple):
+    """A block whose handle was switched away at `epoch`."""
+
+    key: ExpertKey
+    pool: int
+    offset: int
+    epoch: int
+
+
+@dataclass
+class Entry:
+    """Metadata of one expert: its state, its block by pool (None: not resident), and the block being filled."""
+
+    state: Residency
+    blocks: list[int | None]
+    filling: int | None = None
+
+
+class VersionedExperts:
+    """All experts at a low or a high tier, within two pools of fixed blocks.
+
+    Args:
+        capacity: high slots by layer (`n_hi`), [layers].
+        keep_low: whether the low version stays resident under a high one (a demotion then copies nothing), or gives its
+            block up (fewer bytes; each pool then has one spare block, since full pools could not exchange anything).
+    """
+
+    def __init__(
+        self,
+        source: VersionSource,
+        tiers: tuple[str, str],
+        capacity: np.ndarray[tuple[int], np.dtype[np.int64]],
+        device: Device,
+        budget: BudgetTracker,
+        keep_low: bool,
+    ) -> None:
+        """Reserve and allocate the arena. Raises MemoryLimitError when it does not fit the budget."""
+        self.shape: ModelShape = source.shape
+        self.capacity = capacity
+        self.keep_low = keep_low
+        self.formats = [source.format(tier) for tier in tiers]
+        self.layouts = [VersionLayout.of(fmt, self.shape.expert) for fmt in self.formats]
+        counts = pool_counts(self.shape, capacity, keep_low)
+        sizes = [layout.extent_bytes for layout in self.layouts]
+        self.pools = [
+            BlockPool(0, sizes[HIGH], counts[HIGH]),
+            BlockPool(sizes[HIGH] * counts[HIGH], sizes[LOW], counts[LOW]),
+        ]
+        nbytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        budget.reserve("experts", nbytes)
+        self.arena: Arena = device.allocate(nbytes)
+        self.handles = HandleWords(self.shape.layers * self.shape.experts)
+        self.entries: dict[ExpertKey, Entry] = {}
+        self.retired: deque[Retired] = deque()
+        self._high_counts = np.zeros(self.shape.layers, np.int64)
+
+    @property
+    def expert(self) -> ExpertShape:
+        """Shape of every expert."""
+        return self.shape.expert
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.arena.nbytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the arena per expert weight, scales, offsets, padding and spare blocks included."""
+        return self.expert_bytes * 8 / self.shape.weights
+
+    def block(self, handle: Handle) -> torch.Tensor:
+        """The version behind a handle, uint8 [extent_bytes], in the arena."""
+        return self.arena.view(handle.offset, self.layouts[handle.format_index].extent_bytes)
+
+    def destination(self, pool: int, offset: int) -> Bytes:
+        """The block at `offset`, to be filled."""
+        return self.arena.host_view(offset, self.pools[pool].block_bytes)
+
+    def place(self, key: ExpertKey, pool: int) -> int:
+        """Give an expert that has no version yet a block of `pool`, at start-up; `settle` publishes it once filled."""
+        offset = self.pools[pool].take()
+        assert offset is not None, "the pools hold every expert"
+        entry = self.entries.setdefault(key, Entry(Residency.RESIDENT_LO, [None, None]))
+        entry.blocks[pool] = offset
+        return offset
+
+    def settle(self, key: ExpertKey) -> None:
+        """Put the best version that `place` made resident in force."""
+        entry = self.entries[key]
+        pool = HIGH if entry.blocks[HIGH] is not None else LOW
+        entry.state = Residency.RESIDENT_HI if pool == HIGH else Residency.RESIDENT_LO
+        self._high_counts[key.layer] += pool == HIGH
+        self._publish(key, pool)
+
+    def try_begin(self, key: ExpertKey, to_high: bool) -> int | None:
+        """Reserve a block for a transfer and mark it as begun; None, and no change, where there is none.
+
+        Returns the block's offset, to be filled; `finish` or `abandon` must follow.
+        """
+        entry = self.entries[key]
+        pool = HIGH if to_high else LOW
+        if to_high and self._high_counts[key.layer] >= self.capacity[key.layer]:
+            return None
+        offset = self.pools[pool].take()
+        if offset is None:
+            return None
+        self._move(entry, Residency.PROMOTING if to_high else Residency.DEMOTING)
+        self._high_counts[key.layer] += to_high
+        entry.filling = offset
+        return offset
+
+    def finish(self, key: ExpertKey) -> None:
+        """The transfer is complete and checked: publish it, and retire what it replaces."""
+        entry = self.entries[key]
+        to_high = entry.state is Residency.PROMOTING
+        pool, other = (HIGH, LOW) if to_high else (LOW, HIGH)
+        entry.blocks[pool], entry.filling = entry.filling, None
+        epoch = self._publish(key, pool)
+        if to_high and self.keep_low:
+            self._move(entry, Residency.RESIDENT_HI)
+        else:
+            self._retire(key, entry, other, epoch)
+
+    def abandon(self, key: ExpertKey) -> None:
+        """The transfer failed: the old version stays in force, the block is free again."""
+        entry = self.entries[key]
+        to_high = entry.state is Residency.PROMOTING
+        assert entry.filling is not None
+        self.pools[HIGH if to_high else LOW].give_back(entry.filling)
+        entry.filling = None
+        self._high_counts[key.layer] -= to_high
+        self._move(entry, Residency.RESIDENT_LO if to_high else Residency.RESIDENT_HI)
+
+    def drop_high(self, key: ExpertKey) -> None:
+        """Demote where the low version is resident: switch the handle, copy nothing."""
+        entry = self.entries[key]
+        assert self.keep_low and entry.blocks[LOW] is not None
+        self._retire(key, entry, HIGH, self._publish(key, LOW))
+
+    def reclaim(self) -> int:
+        """Free retired blocks that no live window can reach; returns how many."""
+        freed = 0
+        for _ in range(len(self.retired)):
+            item = self.retired.popleft()
+            if not self.handles.drained(item.epoch):
+                self.retired.append(item)
+                continue
+            entry = self.entries[item.key]
+            self.pools[item.pool].give_back(item.offset)
+            self._high_counts[item.key.layer] -= item.pool == HIGH
+            self._move(entry, Residency.RESIDENT_LO if item.pool == HIGH else Residency.RESIDENT_HI)
+            freed += 1
+        return freed
+
+    def high_mask(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """Experts whose handle is on the high version, [layers, experts]."""
+        mask = np.zeros((self.shape.layers, self.shape.experts), np.bool_)
+        for key, entry in self.entries.items():
+            mask[key] = entry.blocks[HIGH] is not None
+        return mask
+
+    def check_integrity(self) -> None:
+        """Assert the invariants: each handle on a complete block of its own, capacities kept, no block lost."""
+        window, words = self.handles.pin()
+        handles = {key: decode_handle(int(words[self.shape.index(key)])) for key in self.entries}
+        self.handles.release(window)
+        held: list[list[int]] = [[], []]
+        highs = np.zeros(self.shape.layers, np.int64)
+        for key, entry in self.entries.items():
+            handle = handles[key]
+            assert entry.blocks[handle.format_index] == handle.offset, f"{key}: the handle is not on a resident version"
+            assert handle.format_index == (HIGH if entry.blocks[HIGH] is not None else LOW)
+            moving = entry.state in (Residency.PROMOTING, Residency.DEMOTING)
+            assert (entry.filling is not None) is moving, f"{key}: {entry.state} with {entry.filling}"
+            if not self.keep_low:
+                assert sum(block is not None for block in entry.blocks) == 1
+            for pool in (HIGH, LOW):
+                held[pool] += [block for block in (entry.blocks[pool],) if block is not None]
+            if entry.filling is not None:
+                held[HIGH if entry.state is Residency.PROMOTING else LOW].append(entry.filling)
+            highs[key.layer] += entry.blocks[HIGH] is not None or entry.state is Residency.PROMOTING
+        for item in self.retired:
+            held[item.pool].append(item.offset)
+            highs[item.key.layer] += item.pool == HIGH
+            assert self.entries[item.key].state is Residency.EVICTING
+        assert len(self.retired) == sum(entry.state is Residency.EVICTING for entry in self.entries.values())
+        assert np.array_equal(highs, self._high_counts) and (highs <= self.capacity).all()
+        for blocks, offsets in zip(self.pools, held, strict=True):
+            blocks.check_integrity()
+            assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"
+
+    def close(self) -> None:
+        """Free the arena."""
+        self.arena.close()
+
+    def _publish(self, key: ExpertKey, pool: int) -> int:
+        offset = self.entries[key].blocks[pool]
+        assert offset is not None
+        return self.handles.publish(self.shape.index(key), encode_handle(pool, offset))
+
+    def _retire(self, key: ExpertKey, entry: Entry, pool: int, epoch: int) -> None:
+        offset = entry.blocks[pool]
+        assert offset is not None
+        entry.blocks[pool] = None
+        self._move(entry, Residency.EVICTING)
+        self.retired.append(Retired(key, pool, offset, epoch))
+
+    def _move(self, entry: Entry, state: Residency) -> None:
+        assert state in LEGAL_MOVES[entry.state], f"{entry.state.name} -> {state.name} is no legal move"
+        entry.state = state
+
+
+def pool_counts(
+    shape: ModelShape, capacity: np.ndarray[tuple[int], np.dtype[np.int64]], keep_low: bool
+) -> tuple[int, int]:
+    """Blocks of the high and the low pool for `capacity` high slots by layer."""
+    high, experts = int(capacity.sum()), shape.layers * shape.experts
+    if keep_low:
+        return high, experts
+    spare = 1 if high > 0 else 0
+    return high, experts - high + spare
+
+
+def initial_high(
+    ranking: Sequence[Sequence[int]], capacity: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> set[ExpertKey]:
+    """Experts that start high: the first `capacity[layer]` of each layer's ranking of all its experts."""
+    return {ExpertKey(layer, expert) for layer, slots in enumerate(capacity) for expert in ranking[layer][: int(slots)]}

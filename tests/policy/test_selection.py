@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynaexq.core import OptionError
+from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, select_high
+
+SEEDS = st.integers(0, 1 << 30)
+
+
+def random_case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    layers, experts = random.integers(1, 4), random.integers(2, 12)
+    scores = random.integers(0, 5, (layers, experts)) / 10  # many ties
+    current = random.random((layers, experts)) < random.random()
+    return scores, current, random.integers(0, experts + 1, layers)
+
+
+@given(SEEDS, st.sampled_from([0.0, 0.05, 0.2]), st.integers(0, 3))
+def test_capacity_holds_and_nothing_leaves_without_a_hotter_one(seed: int, margin: float, slack: int) -> None:
+    scores, current, capacity = random_case(seed)
+    wanted = select_high(scores, current, capacity, SelectionOptions(margin, slack))
+    assert (wanted.sum(1) <= capacity).all()
+    for layer in range(len(scores)):
+        left = np.flatnonzero(current[layer] & ~wanted[layer])
+        came = np.flatnonzero(wanted[layer] & ~current[layer])
+        if current[layer].sum() <= capacity[layer] and len(left):
+            assert scores[layer, came].max() > scores[layer, left].min() + margin
+            free = capacity[layer] - current[layer].sum()
+            assert len(came) >= len(left)
+            assert len(came) <= len(left) + free
+
+
+@given(SEEDS)
+def test_without_hysteresis_the_result_is_a_top_n(seed: int) -> None:
+    scores, current, capacity = random_case(seed)
+    wanted = select_high(scores, current, capacity, SelectionOptions())
+    for layer in range(len(scores)):
+        inside, outside = scores[layer, wanted[layer]], scores[layer, ~wanted[layer]]
+        if len(inside) and len(outside) and len(inside) == capacity[layer]:
+            assert inside.min() >= outside.max()
+
+
+@given(SEEDS, st.sampled_from([0.0, 0.05]), st.integers(0, 2))
+def test_the_wanted_set_is_stable(seed: int, margin: float, slack: int) -> None:
+    """C3: without new traffic a second tick moves nothing."""
+    scores, current, capacity = random_case(seed)
+    options = SelectionOptions(margin, slack)
+    wanted = select_high(scores, current, capacity, options)
+    assert np.array_equal(select_high(scores, wanted, capacity, options), wanted)
+
+
+def test_near_ties_do_not_thrash() -> None:
+    random = np.random.default_rng(0)
+    base = np.array([[0.3, 0.201, 0.2, 0.199, 0.1]])
+    capacity = np.array([2])
+
+    def changes(options: SelectionOptions) -> int:
+        current = select_high(base, np.zeros_like(base, bool), capacity, options)
+        moved = 0
+        for _ in range(200):
+            wanted = select_high(base + random.normal(0, 0.004, base.shape), current, capacity, options)
+            moved += int((wanted & ~current).sum())
+            current = wanted
+        return moved
+
+    assert changes(SelectionOptions(margin=0.03)) == 0
+    assert changes(SelectionOptions()) > 50
+
+
+def test_rank_slack_keeps_neighbours_of_the_border() -> None:
+    scores = np.array([[5.0, 4.0, 3.0, 2.0, 1.0]])
+    current = np.array([[True, False, True, False, False]])
+    capacity = np.array([2])
+    assert select_high(scores, current, capacity, SelectionOptions(rank_slack=1)).tolist() == current.tolist()
+    assert select_high(scores, current, capacity, SelectionOptions()).tolist() == [[True, True, False, False, False]]
+
+
+def test_hotness_is_the_papers_average_as_a_share() -> None:
+    hotness = Hotness(1, 2, HotnessOptions(alpha=0.5, prefill_weight=0.25))
+    assert hotness.scores.tolist() == [[0, 0]]
+    hotness.update(np.array([[8.0, 0.0]]), np.array([[0.0, 2.0]]))
+    assert hotness.scores.tolist() == [[0.5, 0.5]]
+    hotness.update(np.zeros((1, 2)), np.array([[0.0, 3.0]]))
+    assert hotness.scores.tolist() == [[0.2, 0.8]]
+    other = Hotness(1, 2, HotnessOptions())
+    other.restore(hotness.sums)
+    assert other.scores.tolist() == [[0.2, 0.8]]
+
+
+def test_options_out_of_range() -> None:
+    for options in (HotnessOptions(alpha=1.0), HotnessOptions(prefill_weight=-1)):
+        with pytest.raises(OptionError):
+            options.check()
+    with pytest.raises(OptionError):
+        SelectionOptions(margin=-1).check()

@@ -1,0 +1,172 @@
+"""State machine: wanted sets, slow and failing copies, windows that stay open; the invariants hold throughout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dynaexq.core import ExpertKey, ExpertShape, ModelShape, OptionError, Residency, StoreError, decode_handle
+from dynaexq.device import CpuDevice
+from dynaexq.device.fake import FakeCopyEngine
+from dynaexq.formats import ExpertFormat, tier_format
+from dynaexq.residency import BudgetTracker
+from dynaexq.residency.transitions import RateLimit, TransitionPipeline
+from dynaexq.residency.versions import HIGH, LOW, VersionedExperts, initial_high
+
+SHAPE = ModelShape(2, 4, ExpertShape(64, 32))
+TIERS = ("int4", "int2")
+POISON = 0xEE
+
+
+def pattern(key: ExpertKey, tier: str) -> int:
+    return 1 + SHAPE.index(key) + 100 * TIERS.index(tier)
+
+
+class PatternSource:
+    """Versions whose every byte says which version they are."""
+
+    shape = SHAPE
+
+    def format(self, tier: str) -> ExpertFormat:
+        return tier_format(tier, 32)
+
+    def read_into(self, key: ExpertKey, tier: str, destination: Any) -> None:
+        destination[:] = pattern(key, tier)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def build(capacity: list[int], keep_low: bool) -> VersionedExperts:
+    source, slots = PatternSource(), np.array(capacity)
+    experts = VersionedExperts(source, TIERS, slots, CpuDevice(), BudgetTracker(1 << 24), keep_low)
+    experts.arena.host_view(0, experts.arena.nbytes)[:] = POISON
+    high = initial_high([list(range(SHAPE.experts))] * SHAPE.layers, slots)
+    for key in SHAPE.expert_keys():
+        for pool in [HIGH] * (key in high) + [LOW] * (keep_low or key not in high):
+            source.read_into(key, TIERS[pool], experts.destination(pool, experts.place(key, pool)))
+        experts.settle(key)
+    return experts
+
+
+class Pipeline(RuleBasedStateMachine):
+    @initialize(
+        capacity=st.lists(st.integers(0, 4), min_size=2, max_size=2),
+        keep_low=st.booleans(),
+        in_flight=st.integers(1, 3),
+        rate=st.sampled_from([None, 5e4]),
+    )
+    def start(self, capacity: list[int], keep_low: bool, in_flight: int, rate: float | None) -> None:
+        self.experts = build(capacity, keep_low)
+        self.engine = FakeCopyEngine()
+        self.reports: list[str] = []
+        self.pipeline = TransitionPipeline(
+            self.experts, PatternSource(), TIERS, self.engine, RateLimit(rate, in_flight), self.reports.append
+        )
+        self.in_flight = in_flight
+        self.now = 0.0
+        self.windows: list[tuple[Any, Any, list[int]]] = []
+        self.random = np.random.default_rng(0)
+
+    @rule(seed=st.integers(0, 1000))
+    def want(self, seed: int) -> None:
+        scores = np.random.default_rng(seed).random((SHAPE.layers, SHAPE.experts))
+        wanted = np.zeros(scores.shape, bool)
+        for layer, slots in enumerate(self.experts.capacity):
+            wanted[layer, np.argsort(-scores[layer])[: int(slots)]] = True
+        self.pipeline.want(wanted, scores)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 100.0]))
+    def step(self, seconds: float) -> None:
+        self.now += seconds
+        self.pipeline.step(self.now)
+
+    @rule(data=st.data(), fails=st.booleans())
+    def end_a_copy(self, data: st.DataObject, fails: bool) -> None:
+        if self.engine.running:
+            ticket = data.draw(st.sampled_from(sorted(self.engine.running)))
+            self.engine.end(ticket, StoreError("the disk is gone") if fails else None)
+
+    @rule()
+    def open_window(self) -> None:
+        if len(self.windows) < 4:
+            window, words = self.experts.handles.pin()
+            self.windows.append((window, words, words.tolist()))
+
+    @rule(data=st.data())
+    def close_window(self, data: st.DataObject) -> None:
+        if self.windows:
+            window, *_ = self.windows.pop(data.draw(st.integers(0, len(self.windows) - 1)))
+            self.experts.handles.release(window)
+
+    @invariant()
+    def every_window_reads_complete_versions(self) -> None:
+        if not hasattr(self, "experts"):
+            return
+        self.experts.check_integrity()
+        for pool in self.experts.pools:  # whatever is free may be overwritten at any time
+            for block in pool._free:
+                self.experts.arena.host_view(pool.base + block * pool.block_bytes, pool.block_bytes)[:] = POISON
+        now = self.experts.handles.pin()
+        for _, words, pinned in [*self.windows, (*now, now[1].tolist())]:
+            assert words.tolist() == pinned
+            for key in SHAPE.expert_keys():
+                handle = decode_handle(int(words[SHAPE.index(key)]))
+                block = self.experts.block(handle).numpy()
+                assert (block == pattern(key, TIERS[handle.format_index])).all()
+        self.experts.handles.release(now[0])
+        assert len(self.engine.running) <= self.in_flight
+        assert len(self.reports) == self.pipeline.counters.failed
+
+    def teardown(self) -> None:
+        """Liveness: once windows close and copies succeed, the last wish comes true."""
+        if not hasattr(self, "experts"):
+            return
+        for window, *_ in self.windows:
+            self.experts.handles.release(window)
+        self.windows = []
+        self.want(7)
+        scores = np.random.default_rng(7).random((SHAPE.layers, SHAPE.experts))
+        for _ in range(200):
+            self.now += 100.0
+            self.pipeline.step(self.now)
+            for ticket in list(self.engine.running):
+                self.engine.end(ticket)
+            if self.pipeline.idle:
+                break
+            self.want(7)
+        assert self.pipeline.idle
+        for layer, slots in enumerate(self.experts.capacity):
+            hottest = set(np.argsort(-scores[layer])[: int(slots)])
+            assert set(np.flatnonzero(self.experts.high_mask()[layer])) == hottest
+        self.every_window_reads_complete_versions()
+
+
+TestPipeline = Pipeline.TestCase
+TestPipeline.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def test_a_limit_that_stops_everything_is_refused() -> None:
+    with pytest.raises(OptionError, match="no version could ever move"):
+        RateLimit(0.0).check()
+    with pytest.raises(OptionError):
+        RateLimit(None, 0).check()
+
+
+@pytest.mark.parametrize("keep_low", [False, True])
+def test_illegal_moves_are_caught(keep_low: bool) -> None:
+    experts = build([3, 2], keep_low)
+    moving, resting = ExpertKey(0, 3), ExpertKey(0, 0)
+    for misuse in (experts.finish, experts.abandon):
+        with pytest.raises(AssertionError):
+            misuse(resting)
+    experts.entries[moving].state = Residency.EVICTING
+    with pytest.raises(AssertionError, match="EVICTING -> PROMOTING is no legal move"):
+        experts._move(experts.entries[moving], Residency.PROMOTING)

@@ -130,7 +130,7 @@ def test_sampling_follows_the_seed(store: Path) -> None:
         (("generate", "STORE", "--prompt", "x", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("generate", "STORE", "--prompt", "x", "--seed", "3"), "--top-p and --seed do nothing at temperature 0"),
         (("generate", "STORE", "--prompt", "x", "--max-new-tokens", "1024"), "passes the model's context of 1024"),
-        (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "not a file in an existing, writable directory"),
+        (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "existing, writable directory"),
         (("generate", "STORE", "--prompt", "x", "--json", "STORE/dynaexq.json"), "is a model's directory"),
         (("inspect", "STORE", "--json", "STORE/experts/x.json"), "is a model's directory"),
         (("generate", "STORE", "--prompt", "x", "--memory", "1G", "--expert-memory", "2G"), "it would limit nothing"),

@@ -48,16 +48,18 @@ def select_high(scores: Scores, current: Mask, capacity: Counts, options: Select
     Returns:
         The wanted set, [layers, experts].
     """
-    order = _rank(scores)  # everything below is in order of rank: column 0 is a layer's hottest expert
-    ranked = np.take_along_axis(scores, order, 1)
-    wanted = np.take_along_axis(current, order, 1)
-    wanted &= np.cumsum(wanted, 1) <= capacity[:, None]
+    places = _rank(scores) + np.arange(len(scores))[:, None] * scores.shape[1]
+    ranked = scores.ravel().take(places)  # everything below is in order of rank: column 0 is a layer's hottest expert
+    before = current.ravel().take(places)
+    wanted = before & (np.cumsum(before, 1) <= capacity[:, None])
     free = capacity - wanted.sum(1)
-    outsiders = ~wanted & (ranked > 0)
-    wanted |= outsiders & (np.cumsum(outsiders, 1) <= free[:, None])
+    if (free > 0).any():
+        outsiders = ~wanted & (ranked > 0)
+        wanted |= outsiders & (np.cumsum(outsiders, 1) <= free[:, None])
     _swap(ranked, wanted, capacity, options)
-    result = np.zeros_like(current)
-    np.put_along_axis(result, order, wanted, 1)
+    result = current.copy()
+    changed = wanted != before
+    result.ravel()[places[changed]] = wanted[changed]
     return result
 
 
@@ -84,18 +86,34 @@ def _swap(ranked: Scores, wanted: Mask, capacity: Counts, options: SelectionOpti
     ranks = np.arange(ranked.shape[1])
     entering = ~wanted & (ranks < (capacity - options.rank_slack)[:, None])
     leaving = wanted & (ranks >= (capacity + options.rank_slack)[:, None])
+    rows = np.flatnonzero(_best_beats_worst(ranked, entering, leaving, options.margin))
+    if len(rows):  # in a settled system that is few layers, mostly none
+        wanted[rows] = _swap_rows(ranked[rows], wanted[rows], entering[rows], leaving[rows], options.margin)
+
+
+def _best_beats_worst(ranked: Scores, entering: Mask, leaving: Mask, margin: float) -> Mask:
+    rows, last = np.arange(len(ranked)), ranked.shape[1] - 1
+    best, worst = entering.argmax(1), last - leaving[:, ::-1].argmax(1)
+    both = entering[rows, best] & leaving[rows, worst]
+    beats: Mask = both & (ranked[rows, best] > ranked[rows, worst] + margin)
+    return beats
+
+
+def _swap_rows(ranked: Scores, wanted: Mask, entering: Mask, leaving: Mask, margin: float) -> Mask:
     in_layer, in_rank = np.nonzero(entering)
     out_layer, out_rank = np.nonzero(leaving[:, ::-1])
     out_rank = ranked.shape[1] - 1 - out_rank
     nth_in, nth_out = _count_within(in_layer), _count_within(out_layer)
-    hottest = np.full(ranked.shape, -np.inf)
-    hottest[in_layer, nth_in] = ranked[in_layer, in_rank]
-    coldest = np.full(ranked.shape, np.inf)
-    coldest[out_layer, nth_out] = ranked[out_layer, out_rank]
-    swaps = (hottest > coldest + options.margin).sum(1)
+    pairs = 1 + int(min(nth_in.max(), nth_out.max()))
+    hottest, coldest = np.full((len(ranked), pairs), -np.inf), np.full((len(ranked), pairs), np.inf)
+    inside, outside = nth_in < pairs, nth_out < pairs
+    hottest[in_layer[inside], nth_in[inside]] = ranked[in_layer[inside], in_rank[inside]]
+    coldest[out_layer[outside], nth_out[outside]] = ranked[out_layer[outside], out_rank[outside]]
+    swaps = (hottest > coldest + margin).sum(1)
     enters, leaves = nth_in < swaps[in_layer], nth_out < swaps[out_layer]
     wanted[in_layer[enters], in_rank[enters]] = True
     wanted[out_layer[leaves], out_rank[leaves]] = False
+    return wanted
 
 
 def _count_within(groups: Counts) -> Counts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.source import CheckpointExperts
-from dynaexq.plan.memory import MemoryPlan, Workload, choose_tier, fixed_parts, format_bytes
+from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.residency.versions import VersionedExperts
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
@@ -42,7 +43,8 @@ AUTO_TIERS = ("int2", "int4", "int8", "bf16")
 """Tiers chosen without being asked for: int1 is there to measure with."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODES = ("auto", "full", "static")
+MODES = ("auto", "full", "static", "dynaexq", "blocking")
+ADAPTIVE = ("dynaexq", "blocking")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class LaunchOptions:
     memory: int | None = None
     expert_memory: int | None = None
     dtype: str = "float32"
+    high: str | None = None
+    low: str | None = None
 
     def check(self) -> None:
         """Raise OptionError for unknown or conflicting values."""
@@ -69,6 +73,15 @@ class LaunchOptions:
                 )
         elif self.mode == "static":
             raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
+        if (self.high is None) != (self.low is None):
+            raise OptionError("give --high and --low together")
+        if self.high is not None and self.low is not None:
+            if self.mode not in ADAPTIVE:
+                raise OptionError(f"--high and --low go with --mode dynaexq; mode '{self.mode}' chooses tiers itself")
+            tier_format(self.high)
+            tier_format(self.low)
+            if tier_rank(self.high) <= tier_rank(self.low):
+                raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
         if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
             raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
 
@@ -91,19 +104,27 @@ class Launch:
                 "Give more --memory, or --expert-memory to leave more room beside the experts"
             )
 
+    @property
+    def experts_high(self) -> int:
+        """Experts that can be at the high tier at once."""
+        experts = self.runtime.experts
+        return int(experts.capacity.sum()) if isinstance(experts, VersionedExperts) else 0
+
     def report(self) -> dict[str, Any]:
         """The part of the JSON contract that is about memory and versions."""
         experts, counters = self.runtime.experts, self.runtime.counters
         return {
             "mode": self.plan.mode,
             "tier": self.plan.tier,
+            "high": self.plan.high,
+            "experts_high": self.experts_high,
             "budget_bytes": self.plan.limit,
             "device_bytes_peak": self.runtime.budget.peak,
             "rss_peak_bytes": peak_resident_bytes(),
             "expert_bytes": experts.expert_bytes,
             "bits_per_expert_weight": experts.bits_per_weight,
             **asdict(counters),
-            "hot_share_high": 1.0 if self.plan.mode == "full" else 0.0,
+            "hot_share_high": self.runtime.hot_share_high,
             "parts": self.runtime.budget.parts,
         }
 
@@ -135,13 +156,30 @@ class Opened:
         limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
-        return choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, options.mode, PROCESS_JITTER)
-
-    def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
-        """Prepare the planned tier into the cache unless it is there, and load it."""
-        config = DynaExqConfig(
-            mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, memory=plan.limit, fixed=plan.fixed
+        mode = "auto" if options.mode in ADAPTIVE else options.mode
+        plan = choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, mode, PROCESS_JITTER)
+        if options.mode in ("full", "static") or (options.mode == "auto" and plan.mode == "full"):
+            return plan
+        above = [
+            tier for tier in self._candidates(replace(options, low=None)) if tier_rank(tier) > tier_rank(plan.tier)
+        ]
+        high = options.high or (min(above, key=tier_rank) if above else None)
+        adaptive = high and add_high(plan, shape, high, group_size, options.expert_memory)
+        if adaptive:
+            return replace(adaptive, mode="dynaexq" if options.mode == "auto" else options.mode)
+        if options.mode == "auto":
+            return plan
+        if high is None:
+            raise OptionError(f"every expert fits at {plan.tier}, the highest tier: use --mode full")
+        raise MemoryLimitError(
+            f"all experts fit at {plan.tier}, but not one more at {high} beside them; raise the limit, "
+            f"use --mode static --tier {plan.tier}, or give --high and a smaller --low"
         )
+
+    def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress, drive: str = "thread") -> Launch:
+        """Prepare the planned tiers into the cache unless they are there, and load them."""
+        config = _load_config(plan, drive)
+        wanted = (plan.tier,) if plan.high is None else (plan.tier, plan.high)
 
         def load(root: Path) -> Any:
             return load_model(root, config, DTYPES[options.dtype], partial(progress, "loading experts"))
@@ -150,13 +188,13 @@ class Opened:
             model = load(self.root)
         else:
             cached = self._cached_store()
-            if not _has_tier(cached, plan.tier):
-                self._prepare(cached, plan.tier, options.memory, progress)
+            if not _has_tiers(cached, wanted):
+                self._prepare(cached, wanted, options.memory, progress)
             try:
                 model = load(cached)
             except StoreError as error:
                 warnings.warn(f"{error}; restoring it from the checkpoint", stacklevel=2)
-                self._prepare(cached, plan.tier, options.memory, progress)
+                self._prepare(cached, wanted, options.memory, progress)
                 model = load(cached)
         launch = Launch(model, runtime_of(model), plan, options.memory)
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
@@ -174,6 +212,11 @@ class Opened:
                     f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {options.tier}`"
                 )
             return (options.tier,)
+        for tier in (options.low, options.high):
+            if self.store and tier is not None and tier not in available:
+                raise StoreError(f"{self.root} has no tier {tier} (it has {', '.join(available)})")
+        if options.low is not None:
+            return (options.low,)
         if options.mode == "full":
             return (max(serving, key=tier_rank),)
         return serving
@@ -184,7 +227,7 @@ class Opened:
         fingerprint = self.source.checkpoint.fingerprint()[:16]
         return cache_directory() / "stores" / f"{name}-{fingerprint}-{DEFAULT_QUANTIZER}-g{DEFAULT_GROUP_SIZE}"
 
-    def _prepare(self, target: Path, tier: str, memory: int | None, progress: Progress) -> None:
+    def _prepare(self, target: Path, tiers: tuple[str, ...], memory: int | None, progress: Progress) -> None:
         assert self.source is not None
         scratch = PREPARE_BYTES_PER_WEIGHT * self.source.shape.expert.weights
         if memory is not None and resident_bytes() + scratch > memory:
@@ -192,15 +235,30 @@ class Opened:
                 f"preparing the model takes {format_bytes(resident_bytes() + scratch)}, above the memory limit "
                 f"{format_bytes(memory)}; prepare it first with `dynaexq prepare`, then run the store"
             )
-        options = PrepareOptions((tier,), DEFAULT_GROUP_SIZE, DEFAULT_QUANTIZER)
+        options = PrepareOptions(tiers, DEFAULT_GROUP_SIZE, DEFAULT_QUANTIZER)
         prepare_store(self.source, target, options, progress, wait_for_lock=True)
         self.source.checkpoint.close()
 
 
-def _has_tier(root: Path, tier: str) -> bool:
-    """Whether `root` is a store with `tier` complete; what is damaged shows at load."""
+def _load_config(plan: MemoryPlan, drive: str) -> DynaExqConfig:
+    if plan.high is None:
+        tier = plan.tier if plan.mode == "static" else None
+        return DynaExqConfig(mode=plan.mode, tier=tier, memory=plan.limit, fixed=plan.fixed)
+    return DynaExqConfig(
+        mode="dynaexq",
+        high=plan.high,
+        low=plan.tier,
+        expert_memory=plan.expert_bytes,
+        memory=plan.limit,
+        fixed=plan.fixed,
+        drive="blocking" if plan.mode == "blocking" else drive,
+    )
+
+
+def _has_tiers(root: Path, tiers: tuple[str, ...]) -> bool:
+    """Whether `root` is a store with all of `tiers` complete; what is damaged shows at load."""
     try:
-        return tier in ExpertStore.open(root).manifest.tiers
+        return set(tiers) <= set(ExpertStore.open(root).manifest.tiers)
     except StoreError:
         return False
 

@@ -14,6 +14,7 @@ import pytest
 
 from dynaexq.launch import EMBEDDED_MODEL
 
+STATIC = ("--mode", "static", "--tier", "int2", "--json", "-")
 COMMAND = [sys.executable, "-m", "dynaexq"]
 
 
@@ -28,13 +29,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_memory_limit_holds_and_its_floor_works(cache: Path) -> None:
-    refused = run(cache, "generate", "--demo", "--prompt", "copy: a b", "--memory", "200M", "--json", "-")
+    refused = run(cache, "generate", "--demo", "--prompt", "copy: a b", "--memory", "200M", *STATIC)
     assert refused.returncode == 6
     assert refused.stdout == ""
     found = re.search(r"below the floor .*?\((\d+) bytes", refused.stderr.replace("\n", " "))
     assert found is not None
     limit = int(found[1])
-    ran = run(cache, "generate", "--demo", "--prompt", "copy: a b", "--memory", str(limit), "--json", "-")
+    ran = run(cache, "generate", "--demo", "--prompt", "copy: a b", "--memory", str(limit), *STATIC)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout)
     assert result["text"].startswith("a b")

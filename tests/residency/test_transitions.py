@@ -16,7 +16,7 @@ from dynaexq.device.fake import FakeCopyEngine
 from dynaexq.formats import ExpertFormat, tier_format
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
-from dynaexq.residency.versions import HIGH, LOW, VersionedExperts, initial_high
+from dynaexq.residency.versions import VersionedExperts, load_versions
 
 SHAPE = ModelShape(2, 4, ExpertShape(64, 32))
 TIERS = ("int4", "int2")
@@ -46,11 +46,7 @@ def build(capacity: list[int], keep_low: bool) -> VersionedExperts:
     source, slots = PatternSource(), np.array(capacity)
     experts = VersionedExperts(source, TIERS, slots, CpuDevice(), BudgetTracker(1 << 24), keep_low)
     experts.arena.host_view(0, experts.arena.nbytes)[:] = POISON
-    high = initial_high([list(range(SHAPE.experts))] * SHAPE.layers, slots)
-    for key in SHAPE.expert_keys():
-        for pool in [HIGH] * (key in high) + [LOW] * (keep_low or key not in high):
-            source.read_into(key, TIERS[pool], experts.destination(pool, experts.place(key, pool)))
-        experts.settle(key)
+    load_versions(experts, source, TIERS, lambda *_: None)
     return experts
 
 

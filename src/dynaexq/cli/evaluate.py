@@ -13,7 +13,9 @@ from dynaexq.cli.options import (
     DemoOption,
     DtypeOption,
     ExpertMemoryOption,
+    HighOption,
     JsonOption,
+    LowOption,
     MemoryOption,
     ModelArgument,
     ModeOption,
@@ -21,7 +23,7 @@ from dynaexq.cli.options import (
     launch_options,
     pick_model,
 )
-from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.evaluate import cut_windows, measure_perplexity, read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
@@ -46,6 +48,8 @@ def evaluate(
     tier: TierOption = None,
     memory: MemoryOption = None,
     expert_memory: ExpertMemoryOption = None,
+    high: HighOption = None,
+    low: LowOption = None,
     dtype: DtypeOption = "float32",
     json_target: JsonOption = None,
 ) -> None:
@@ -58,7 +62,7 @@ def evaluate(
       dynaexq evaluate ./store --mode static --tier int2 --text notes.txt --max-tokens 20000 --json -
     """
     check_json_target(json_target)
-    options = launch_options(mode, tier, memory, expert_memory, dtype, demo)
+    options = launch_options(mode, tier, memory, expert_memory, dtype, demo, high, low)
     name = pick_model(model, demo)
     if text is None:
         raise OptionError("give a --text")
@@ -72,19 +76,23 @@ def evaluate(
     scored = max(each.scored for each in windows)
     plan = opened.plan(options, Workload(window, window, 1, scored + 1, DTYPES[dtype].itemsize, kv_cache=False))
     with progress_bar() as progress:
-        launch = opened.launch(options, plan, progress)
+        launch = opened.launch(options, plan, progress, drive="replay")
         start = time.perf_counter()
         result = measure_perplexity(
             launch.model, windows, lambda done, total, value: progress(f"perplexity: {value:.3f}", done, total)
         )
         seconds = time.perf_counter() - start
+    launch.runtime.close()
     launch.check_memory()
     report = launch.report()
     speed = result.tokens / seconds
+    tiers = plan.tier if plan.high is None else f"{plan.tier} and {plan.high}"
     stderr.print(
-        f"{plan.mode}, experts at {plan.tier}: {format_bytes(report['expert_bytes'])}, process peak "
-        f"{format_bytes(report['rss_peak_bytes'])}, {speed:.0f} tokens/s"
+        f"{plan.mode}, experts at {tiers}: {format_bytes(report['expert_bytes'])}, "
+        f"process peak {format_bytes(report['rss_peak_bytes'])}, {speed:.0f} tokens/s"
     )
+    if plan.high is not None:
+        print_moves(report)
     if json_target:
         numbers = {"perplexity": result.perplexity, "tokens": result.tokens, "text_file": str(text)}
         write_json(json_target, {**numbers, "tokens_per_second": speed, "seconds": seconds, **report})

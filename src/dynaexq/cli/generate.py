@@ -12,7 +12,9 @@ from dynaexq.cli.options import (
     DemoOption,
     DtypeOption,
     ExpertMemoryOption,
+    HighOption,
     JsonOption,
+    LowOption,
     MemoryOption,
     ModelArgument,
     ModeOption,
@@ -20,7 +22,7 @@ from dynaexq.cli.options import (
     launch_options,
     pick_model,
 )
-from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.integrations.transformers.generation import Generation, Sampling, encode_prompt, generate_text
 from dynaexq.integrations.transformers.loading import quiet_transformers
@@ -51,6 +53,8 @@ def generate(
     tier: TierOption = None,
     memory: MemoryOption = None,
     expert_memory: ExpertMemoryOption = None,
+    high: HighOption = None,
+    low: LowOption = None,
     dtype: DtypeOption = "float32",
     json_target: JsonOption = None,
 ) -> None:
@@ -69,7 +73,7 @@ def generate(
     check_json_target(json_target)
     if temperature == 0 and (top_p != 1.0 or seed is not None):
         raise OptionError("--top-p and --seed do nothing at temperature 0; give --temperature")
-    options = launch_options(mode, tier, memory, expert_memory, dtype, demo)
+    options = launch_options(mode, tier, memory, expert_memory, dtype, demo, high, low)
     name = pick_model(model, demo)
     text = _read_prompt(prompt, prompt_file, demo)
     if not text.strip():
@@ -87,6 +91,7 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     emit = (lambda piece: None) if quiet else _print_piece
     result = generate_text(launch.model, opened.tokenizer, ids, sampling, emit)
+    launch.runtime.close()
     launch.check_memory()
     if not quiet:
         _print_piece("\n")
@@ -124,8 +129,9 @@ def _print_piece(piece: str) -> None:
 
 def _print_summary(launch: Launch, result: Generation) -> None:
     report, plan, shape = launch.report(), launch.plan, launch.runtime.experts.shape
+    at = plan.tier if plan.high is None else f"{plan.tier}, {report['experts_high']} of them at {plan.high}"
     stderr.print(
-        f"{plan.mode}: {shape.layers} x {shape.experts} experts at {plan.tier} "
+        f"{plan.mode}: {shape.layers} x {shape.experts} experts at {at} "
         f"({report['bits_per_expert_weight']:.2f} bits/weight), kernel {launch.runtime.kernel.name}"
     )
     stderr.print(
@@ -136,3 +142,5 @@ def _print_summary(launch: Launch, result: Generation) -> None:
         f"speed: {result.tokens} tokens, first after {result.ttft_seconds:.2f} s, then {result.tokens_per_second:.1f} "
         f"tokens/s; waited {report['waits']} times for weights"
     )
+    if plan.high is not None:
+        print_moves(report)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from dynaexq.core import OptionError
-from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL, LaunchOptions
+from dynaexq.launch import ADAPTIVE, DEMO_EXPERT_MEMORY, EMBEDDED_MODEL, LaunchOptions
 from dynaexq.plan.sizes import parse_size
 
 ModelArgument = Annotated[
@@ -17,7 +18,10 @@ ModelArgument = Annotated[
 DemoOption = Annotated[bool, typer.Option("--demo", help="Use the embedded model, with 16 MiB for its experts.")]
 ModeOption = Annotated[
     str,
-    typer.Option(help="auto: the best tier that fits; full: every expert at the highest tier; static: at --tier."),
+    typer.Option(
+        help="full: every expert at the highest tier; static: at --tier; dynaexq: router traffic decides which experts "
+        "get the higher of two tiers; blocking: the same, waiting for each move, to compare; auto: what fits best."
+    ),
 ]
 TierOption = Annotated[
     str | None, typer.Option(help="With --mode static: bf16, int8, int4, int2 or int1.", show_default=False)
@@ -29,6 +33,10 @@ MemoryOption = Annotated[
 ExpertMemoryOption = Annotated[
     str | None, typer.Option(help="Hard limit on the expert pool alone, such as 16M.", show_default=False)
 ]
+HighOption = Annotated[
+    str | None, typer.Option(help="With --mode dynaexq: the tier of the hottest experts.", show_default=False)
+]
+LowOption = Annotated[str | None, typer.Option(help="With --mode dynaexq: the tier of all others.", show_default=False)]
 DtypeOption = Annotated[str, typer.Option(help="Of dense weights and activations: float32 or bfloat16.")]
 JsonOption = Annotated[
     str | None,
@@ -44,17 +52,26 @@ def pick_model(model: str | None, demo: bool) -> str:
 
 
 def launch_options(
-    mode: str, tier: str | None, memory: str | None, expert_memory: str | None, dtype: str, demo: bool
+    mode: str,
+    tier: str | None,
+    memory: str | None,
+    expert_memory: str | None,
+    dtype: str,
+    demo: bool,
+    high: str | None,
+    low: str | None,
 ) -> LaunchOptions:
-    """Checked launch options; `--demo` alone means `--mode auto` within its default budget."""
+    """Checked launch options; `--demo` brings a default budget where a mode needs one."""
     parsed = LaunchOptions(
         mode=mode,
         tier=tier,
         memory=None if memory is None else parse_size(memory, "--memory"),
         expert_memory=None if expert_memory is None else parse_size(expert_memory, "--expert-memory"),
         dtype=dtype,
+        high=high,
+        low=low,
     )
     parsed.check()
-    if demo and mode == "auto" and memory is None and expert_memory is None:
-        return LaunchOptions(mode, tier, None, DEMO_EXPERT_MEMORY, dtype)
+    if demo and mode in ("auto", *ADAPTIVE) and memory is None and expert_memory is None:
+        return replace(parsed, expert_memory=DEMO_EXPERT_MEMORY)
     return parsed

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dynaexq.core import DynaExqError, OptionError
+from dynaexq.plan.memory import format_bytes
 from dynaexq.store import MANIFEST_NAME
 
 P = ParamSpec("P")
@@ -77,6 +78,15 @@ def write_json(target: str, result: dict[str, Any]) -> None:
         Path(target).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise OptionError(f"--json {target}: {error.strerror or error}") from error
+
+
+def print_moves(report: dict[str, Any]) -> None:
+    """Say what happened to expert versions."""
+    stderr.print(
+        f"moves: {report['promotions']} promotions, {report['demotions']} demotions, {report['evictions']} evictions, "
+        f"{format_bytes(report['bytes_moved'])}; {report['deferred']} deferred, {report['failed']} failed; "
+        f"{100 * report['hot_share_high']:.1f} % of routed traffic at the high tier"
+    )
 
 
 @contextmanager

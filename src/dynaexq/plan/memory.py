@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from dynaexq.core import MemoryLimitError, ModelShape
 from dynaexq.formats import VersionLayout, tier_format, tier_rank
@@ -53,13 +55,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes)."""
+    """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes).
+
+    `tier` is that of every expert, or of those that are not at `high`.
+    """
 
     mode: str
     tier: str
     limit: int
     fixed: dict[str, int]
     expert_bytes: int
+    high: str | None = None
 
     @property
     def total(self) -> int:
@@ -127,6 +133,35 @@ def choose_tier(
     limit = memory if expert_memory is None else min(memory, base + expert_memory)
     chosen = mode if mode != "auto" else "full" if tier == ordered[-1] else "static"
     return MemoryPlan(chosen, tier, limit, fixed, sizes[tier])
+
+
+def add_high(
+    plan: MemoryPlan, shape: ModelShape, high: str, group_size: int, expert_memory: int | None
+) -> MemoryPlan | None:
+    """`plan` with the room it leaves spent on experts at `high`; None where not one fits."""
+    sizes = [VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes for tier in (high, plan.tier)]
+    pool = plan.limit - sum(plan.fixed.values())
+    slots = int(high_capacity(shape, sizes[0], sizes[1], pool if expert_memory is None else expert_memory).sum())
+    if slots == 0:
+        return None
+    total = shape.layers * shape.experts
+    nbytes = sizes[0] * slots + sizes[1] * (total - slots + 1)
+    return replace(plan, mode="dynaexq", high=high, expert_bytes=nbytes)
+
+
+def high_capacity(
+    shape: ModelShape, high_bytes: int, low_bytes: int, expert_memory: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """High slots by layer (`n_hi`) that `expert_memory` affords where a high version replaces the low one.
+
+    Every expert has one version; one low block is spare, so that full pools can exchange. Slots are shared evenly.
+    """
+    total = shape.layers * shape.experts
+    spare = expert_memory - low_bytes * (total + 1)
+    slots = max(0, min(total, spare // (high_bytes - low_bytes)))
+    capacity = np.full(shape.layers, slots // shape.layers, np.int64)
+    capacity[: slots % shape.layers] += 1
+    return capacity
 
 
 def format_bytes(nbytes: float) -> str:

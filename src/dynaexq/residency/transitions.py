@@ -87,6 +87,11 @@ class TransitionPipeline:
         return not (self._promotions or self._demotions or self._in_flight or self._experts.retired)
 
     @property
+    def busy(self) -> bool:
+        """Something is moving or waiting to be reclaimed, so that a later step will have more to do."""
+        return bool(self._in_flight or self._experts.retired)
+
+    @property
     def pending_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """The high set in force or on its way, [layers, experts]: what a policy compares with."""
         mask = self._experts.high_mask()

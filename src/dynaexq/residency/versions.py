@@ -7,7 +7,8 @@ One thread, the control thread, calls everything that changes state; any thread 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from dynaexq.formats import VersionLayout
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import HandleWords
 from dynaexq.residency.pool import BlockPool
-from dynaexq.residency.resident import VersionSource
+from dynaexq.residency.resident import READERS, VersionSource
 
 HIGH, LOW = 0, 1
 """Indexes into the format table, the pools and the layouts."""
@@ -260,8 +261,23 @@ def pool_counts(
     return high, experts - high + spare
 
 
-def initial_high(
-    ranking: Sequence[Sequence[int]], capacity: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> set[ExpertKey]:
-    """Experts that start high: the first `capacity[layer]` of each layer's ranking of all its experts."""
-    return {ExpertKey(layer, expert) for layer, slots in enumerate(capacity) for expert in ranking[layer][: int(slots)]}
+def load_versions(
+    experts: VersionedExperts, source: VersionSource, tiers: tuple[str, str], progress: Callable[[int, int], None]
+) -> None:
+    """Fill both pools at start-up: in each layer the first `capacity` experts start high. Raises StoreError."""
+    keys = experts.shape.expert_keys()
+    with ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read") as readers:
+        futures = []
+        for key in keys:
+            high = key.expert < int(experts.capacity[key.layer])
+            for pool in [HIGH] * high + [LOW] * (experts.keep_low or not high):
+                destination = experts.destination(pool, experts.place(key, pool))
+                futures.append(readers.submit(source.read_into, key, tiers[pool], destination))
+        try:
+            for done, future in enumerate(futures, 1):
+                future.result()
+                progress(done, len(futures))
+        finally:
+            readers.shutdown(cancel_futures=True)
+    for key in keys:
+        experts.settle(key)

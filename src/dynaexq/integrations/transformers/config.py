@@ -12,7 +12,7 @@ from dynaexq.formats import DEFAULT_QUANTIZER, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.store.writer import QUANT_METHOD
 
-MODES = ("full", "static")
+MODES = ("full", "static", "dynaexq")
 STORE_DECIDES = ("group_size", "quantizer")
 
 
@@ -21,7 +21,11 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Options of one load.
 
     Args:
-        mode: `full` (every expert at the highest tier) or `static` (every expert at `tier`).
+        mode: `full` (every expert at the highest tier), `static` (every expert at `tier`), or `dynaexq` (router traffic
+            decides which experts are at `high`, all others are at `low`).
+        high, low: for `dynaexq`; from a store their defaults are its highest and lowest tier.
+        expert_memory: for `dynaexq`: bytes of the expert pools, which decide how many experts can be high.
+        drive: for `dynaexq`: `thread`, `replay` or `blocking` (see control.py).
         tier: for `static`: bf16, int8, int4, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
@@ -44,6 +48,10 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         memory: int | None = None,
         fixed: dict[str, int] | None = None,
         kernel: str = "reference",
+        high: str | None = None,
+        low: str | None = None,
+        expert_memory: int | None = None,
+        drive: str = "thread",
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -53,8 +61,16 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError(f"unknown mode '{mode}'; known modes are {', '.join(MODES)}")
         if mode == "full" and tier is not None:
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
-        if tier is not None:
-            tier_format(tier)
+        if mode == "dynaexq":
+            if tier is not None:
+                raise OptionError("mode 'dynaexq' takes high and low, not tier")
+            if expert_memory is None:
+                raise OptionError("mode 'dynaexq' needs expert_memory, which says how many experts can be high")
+        elif high or low or expert_memory is not None or drive != "thread":
+            raise OptionError(f"high, low, expert_memory and drive go with mode 'dynaexq', not '{mode}'")
+        for name in (tier, high, low):
+            if name is not None:
+                tier_format(name)
         self.quant_method = QUANT_METHOD
         self.mode = mode
         self.tier = tier
@@ -64,6 +80,10 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.memory = memory
         self.fixed = fixed or {}
         self.kernel = kernel
+        self.high = high
+        self.low = low
+        self.expert_memory = expert_memory
+        self.drive = drive
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed to `from_pretrained` overrides in the config of a prepared directory."""

@@ -40,6 +40,14 @@ def forward_experts(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward_experts)
 
 
+def _is_prefill(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether a forward call brings more than one new token per sequence: inputs are [batch, tokens, ...]."""
+    inputs = named.get("input_ids", named.get("inputs_embeds"))
+    if inputs is None:
+        inputs = next((each for each in arguments if isinstance(each, torch.Tensor)), None)
+    return inputs is None or inputs.shape[1] > 1
+
+
 def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> None:
     """Connect every experts module to `runtime`, and make each forward of the model one window."""
     for index, module in enumerate(layers.modules.values()):
@@ -52,5 +60,5 @@ def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> No
         module.dynaexq = LayerBinding(runtime, index, functions)
     model.dynaexq_runtime = runtime
     for part in {model, model.base_model}:
-        part.register_forward_pre_hook(lambda *_: runtime.begin_window())
+        part.register_forward_pre_hook(lambda _, *call: runtime.begin_window(_is_prefill(*call)), with_kwargs=True)
         part.register_forward_hook(lambda *_: runtime.end_window(), always_call=True)

@@ -1,0 +1,159 @@
+"""The control loop: traffic becomes hotness, hotness a wanted set, the wanted set transitions.
+
+Three drives of the same loop: `thread` (the product: a thread of its own, the token path never waits), `replay`
+(every so many windows, settled before the next: reproducible, for evaluation), `blocking` (the ablation: transitions
+on the token path, waits counted). (dynaexq paper, sections 3 and 4.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dynaexq.core import OptionError
+from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, select_high
+from dynaexq.residency.transitions import TransitionPipeline
+from dynaexq.residency.versions import VersionedExperts
+from dynaexq.traffic import RoutedLayer, TrafficRecorder
+
+DRIVES = ("thread", "replay", "blocking")
+POLL_SECONDS = 0.005
+"""How often reclaiming looks again while windows hold blocks back."""
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """How often and how the wanted set is made.
+
+    Args:
+        first_interval, interval: `T_u` in seconds: the first after the first window, doubling up to `interval`.
+        every_windows: for the drive `replay`: windows between two updates.
+    """
+
+    drive: str = "thread"
+    first_interval: float = 0.05
+    interval: float = 1.0
+    every_windows: int = 1
+    signal: str = "count"
+    hotness: HotnessOptions = field(default_factory=HotnessOptions)
+    selection: SelectionOptions = field(default_factory=lambda: SelectionOptions(margin=0.002, rank_slack=0))
+
+    def check(self) -> None:
+        """Raise OptionError for unknown or impossible values."""
+        if self.drive not in DRIVES:
+            raise OptionError(f"unknown drive '{self.drive}'; known drives are {', '.join(DRIVES)}")
+        if not 0 < self.first_interval <= self.interval or self.every_windows < 1:
+            raise OptionError(f"impossible update intervals in {self}")
+        self.hotness.check()
+        self.selection.check()
+
+
+class ControlLoop:
+    """Owns the pipeline: all its calls come from one thread, the loop's own or, in replay and blocking, the model's."""
+
+    def __init__(
+        self, experts: VersionedExperts, pipeline: TransitionPipeline, options: ControlOptions, wake: threading.Event
+    ) -> None:
+        options.check()
+        self.options = options
+        self.pipeline = pipeline
+        self.recorder = TrafficRecorder(experts.shape, options.signal)
+        self.hotness = Hotness(experts.shape.layers, experts.shape.experts, options.hotness)
+        self.routed = self.routed_high = 0.0
+        self.ticks = 0
+        self._experts = experts
+        self._wake = wake
+        self._closing = threading.Event()
+        self._failure: Exception | None = None
+        self._interval = options.first_interval
+        self._next_tick: float | None = None
+        self._windows = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, where the drive has one."""
+        if self.options.drive == "thread":
+            self._thread = threading.Thread(target=self._run, name="dynaexq-control", daemon=True)
+            self._thread.start()
+
+    def before_window(self) -> None:
+        """Called on the token path as a window opens: waits in the drive `blocking` only."""
+        if self._failure is not None:
+            raise self._failure
+        if self.options.drive == "blocking":
+            start = time.monotonic()
+            self._turn(start)
+            if self.pipeline.busy:
+                self._settle()
+                self.pipeline.counters.waits += 1
+                self.pipeline.counters.wait_seconds += time.monotonic() - start
+
+    def after_window(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Called on the token path as a window closes: hands its traffic over."""
+        self.recorder.add(layers, prefill, high)
+        self._windows += 1
+        if self.options.drive == "thread":
+            self._wake.set()
+        elif self.options.drive == "replay" and self._windows % self.options.every_windows == 0:
+            self._tick()
+            self._settle()
+
+    def close(self) -> None:
+        """Stop the thread and add up the last traffic."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._collect()
+
+    @property
+    def hot_share_high(self) -> float:
+        """Share of all routed traffic so far that ran at the high tier."""
+        return self.routed_high / self.routed if self.routed else 0.0
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                waiting = POLL_SECONDS if self.pipeline.busy else self._interval
+                self._wake.wait(waiting)
+                self._wake.clear()
+                self._turn(time.monotonic())
+        except Exception as error:
+            self._failure = error
+
+    def _turn(self, now: float) -> None:
+        """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic."""
+        self.pipeline.step(now)
+        due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
+        if due:
+            self._tick()
+            self._next_tick = now + self._interval
+            self._interval = min(2 * self._interval, self.options.interval)
+            self.pipeline.step(now)
+
+    def _tick(self) -> None:
+        self._collect()
+        scores = self.hotness.scores
+        current = self.pipeline.pending_mask
+        wanted = select_high(scores, current, self._experts.capacity, self.options.selection)
+        self.pipeline.want(wanted, scores)
+        self.ticks += 1
+
+    def _collect(self) -> None:
+        traffic = self.recorder.collect()
+        if traffic.windows:
+            self.hotness.update(traffic.prefill, traffic.decode)
+            self.routed += float(traffic.prefill.sum() + traffic.decode.sum())
+            self.routed_high += float(traffic.high.sum())
+
+    def _settle(self) -> None:
+        """Step until nothing moves any more."""
+        self.pipeline.step(time.monotonic())
+        while self.pipeline.busy:
+            self._wake.wait(POLL_SECONDS)
+            self._wake.clear()
+            self.pipeline.step(time.monotonic())

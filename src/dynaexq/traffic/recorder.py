@@ -1,0 +1,75 @@
+"""What routers chose, handed over by reference: the token path appends, the control loop adds up."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dynaexq.core import ModelShape, OptionError
+
+SIGNALS = ("count", "mass")
+
+
+class RoutedLayer(NamedTuple):
+    """One layer of one forward pass: ids [tokens, top_k] and routing weights [tokens, top_k]."""
+
+    layer: int
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Traffic(NamedTuple):
+    """Traffic since the last collection, each [layers, experts]; `high` is the part that ran at the high tier."""
+
+    prefill: np.ndarray[Any, np.dtype[np.float64]]
+    decode: np.ndarray[Any, np.dtype[np.float64]]
+    high: np.ndarray[Any, np.dtype[np.float64]]
+    windows: int
+
+
+class _Window(NamedTuple):
+    layers: list[RoutedLayer]
+    prefill: bool
+    high: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class TrafficRecorder:
+    """Windows queue up on the token path without a copy and are added up elsewhere. Thread-safe.
+
+    `signal` is `count` (selections, the dynaexq paper) or `mass` (routed probability).
+    """
+
+    def __init__(self, shape: ModelShape, signal: str) -> None:
+        if signal not in SIGNALS:
+            raise OptionError(f"unknown hotness signal '{signal}'; known signals are {', '.join(SIGNALS)}")
+        self._shape = shape
+        self._signal = signal
+        self._windows: deque[_Window] = deque()
+
+    def add(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Take one finished window; `high` [layers * experts] says which experts ran at the high tier."""
+        self._windows.append(_Window(layers, prefill, high))
+
+    def collect(self) -> Traffic:
+        """Add up and forget what came since the last call."""
+        shape = (self._shape.layers, self._shape.experts)
+        prefill, decode, high = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        windows = 0
+        while self._windows:
+            window = self._windows.popleft()
+            counts = self._count(window.layers)
+            (prefill if window.prefill else decode)[:] += counts
+            high += counts * window.high.reshape(shape)
+            windows += 1
+        return Traffic(prefill, decode, high, windows)
+
+    def _count(self, layers: list[RoutedLayer]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        shape = (self._shape.layers, self._shape.experts)
+        counts = np.zeros(shape)
+        for layer, ids, weights in layers:
+            mass = None if self._signal == "count" else weights.detach().float().reshape(-1).numpy()
+            counts[layer] += np.bincount(ids.reshape(-1).numpy(), mass, minlength=shape[1])[: shape[1]]
+        return counts

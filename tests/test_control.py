@@ -28,7 +28,7 @@ from support.files import silent
 
 quiet_transformers()
 TIERS = ("bf16", "int2")
-FLIPS = 1000
+FLIPS = 300
 PROMPTS = [torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 

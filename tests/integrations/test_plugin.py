@@ -174,7 +174,7 @@ def test_experts_of_another_shape(single: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"vocab_size": 10}, r"embed_tokens.weight in .* has shape \[256, 64\], the configuration says \[10, 64\]"),
+        ({"vocab_size": 10}, r"lm_head.weight in .* has shape \[256, 64\], the configuration says \[10, 64\]"),
         ({"num_key_value_heads": 1}, r"has shape \[32, 64\], the configuration says \[16, 64\]"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, with 8 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, with 8 experts"),

@@ -114,7 +114,7 @@ class CheckpointExperts:
 
     def _check_dense_shapes(self, experts: set[str]) -> None:
         """Tensors taken as they are must have the parameter's shape (Transformers checks the converted ones)."""
-        for target in self._keys.parameters - experts:
+        for target in sorted(self._keys.parameters - experts):
             for name in self._keys.sources.get(target, {}).get(None, []):
                 found = self.checkpoint.tensors[name].shape
                 if found != self._keys.shapes[target]:

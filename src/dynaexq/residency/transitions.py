@@ -14,7 +14,7 @@ import numpy as np
 
 from dynaexq.core import ExpertKey, OptionError, Residency
 from dynaexq.device.copies import CopyEngine
-from dynaexq.residency.resident import VersionSource
+from dynaexq.residency.arena import VersionSource
 from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 60.0

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from dynaexq.core import (
     LEGAL_MOVES,
     ExpertKey,
-    ExpertShape,
-    Handle,
     ModelShape,
     Residency,
     decode_handle,
     encode_handle,
 )
-from dynaexq.device import Arena, Device
+from dynaexq.device import Device
 from dynaexq.device.base import Bytes
-from dynaexq.formats import VersionLayout
+from dynaexq.residency.arena import ExpertArena, Fill, VersionSource, fill_blocks
 from dynaexq.residency.budget import BudgetTracker
-from dynaexq.residency.handles import HandleWords
 from dynaexq.residency.pool import BlockPool
-from dynaexq.residency.resident import READERS, VersionSource
 
 HIGH, LOW = 0, 1
 """Indexes into the format table, the pools and the layouts."""
@@ -55,7 +49,7 @@ class Entry:
     filling: int | None = None
 
 
-class VersionedExperts:
+class VersionedExperts(ExpertArena):
     """All experts at a low or a high tier, within two pools of fixed blocks.
 
     Args:
@@ -74,11 +68,9 @@ class VersionedExperts:
         keep_low: bool,
     ) -> None:
         """Reserve and allocate the arena. Raises MemoryLimitError when it does not fit the budget."""
-        self.shape: ModelShape = source.shape
+        super().__init__(source.shape, [source.format(tier) for tier in tiers])
         self.capacity = capacity
         self.keep_low = keep_low
-        self.formats = [source.format(tier) for tier in tiers]
-        self.layouts = [VersionLayout.of(fmt, self.shape.expert) for fmt in self.formats]
         counts = pool_counts(self.shape, capacity, keep_low)
         sizes = [layout.extent_bytes for layout in self.layouts]
         self.pools = [
@@ -86,31 +78,10 @@ class VersionedExperts:
             BlockPool(sizes[HIGH] * counts[HIGH], sizes[LOW], counts[LOW]),
         ]
         nbytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        budget.reserve("experts", nbytes)
-        self.arena: Arena = device.allocate(nbytes)
-        self.handles = HandleWords(self.shape.layers * self.shape.experts)
+        self.allocate(nbytes, device, budget)
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
         self._high_counts = np.zeros(self.shape.layers, np.int64)
-
-    @property
-    def expert(self) -> ExpertShape:
-        """Shape of every expert."""
-        return self.shape.expert
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the arena."""
-        return self.arena.nbytes
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of the arena per expert weight, scales, offsets, padding and spare blocks included."""
-        return self.expert_bytes * 8 / self.shape.weights
-
-    def block(self, handle: Handle) -> torch.Tensor:
-        """The version behind a handle, uint8 [extent_bytes], in the arena."""
-        return self.arena.view(handle.offset, self.layouts[handle.format_index].extent_bytes)
 
     def destination(self, pool: int, offset: int) -> Bytes:
         """The block at `offset`, to be filled."""
@@ -229,10 +200,6 @@ class VersionedExperts:
             blocks.check_integrity()
             assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"
 
-    def close(self) -> None:
-        """Free the arena."""
-        self.arena.close()
-
     def _publish(self, key: ExpertKey, pool: int) -> int:
         offset = self.entries[key].blocks[pool]
         assert offset is not None
@@ -265,19 +232,11 @@ def load_versions(
     experts: VersionedExperts, source: VersionSource, tiers: tuple[str, str], progress: Callable[[int, int], None]
 ) -> None:
     """Fill both pools at start-up: in each layer the first `capacity` experts start high. Raises StoreError."""
-    keys = experts.shape.expert_keys()
-    with ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read") as readers:
-        futures = []
-        for key in keys:
-            high = key.expert < int(experts.capacity[key.layer])
-            for pool in [HIGH] * high + [LOW] * (experts.keep_low or not high):
-                destination = experts.destination(pool, experts.place(key, pool))
-                futures.append(readers.submit(source.read_into, key, tiers[pool], destination))
-        try:
-            for done, future in enumerate(futures, 1):
-                future.result()
-                progress(done, len(futures))
-        finally:
-            readers.shutdown(cancel_futures=True)
-    for key in keys:
+    fills = []
+    for key in experts.shape.expert_keys():
+        high = key.expert < int(experts.capacity[key.layer])
+        for pool in [HIGH] * high + [LOW] * (experts.keep_low or not high):
+            fills.append(Fill(key, tiers[pool], experts.destination(pool, experts.place(key, pool))))
+    fill_blocks(source, fills, progress)
+    for key in experts.shape.expert_keys():
         experts.settle(key)

@@ -1,0 +1,99 @@
+"""What experts that stay and experts that move have in common: one arena, handles into it, and filling its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dynaexq.core import MAX_ARENA_BYTES, ExpertKey, ExpertShape, Handle, MemoryLimitError, ModelShape
+from dynaexq.device import Arena, Device
+from dynaexq.device.base import Bytes
+from dynaexq.formats import ExpertFormat, VersionLayout
+from dynaexq.residency.budget import BudgetTracker
+from dynaexq.residency.handles import HandleWords
+
+READERS = 4
+
+
+class VersionSource(Protocol):
+    """Where versions are copied from: a store, or a checkpoint that is quantised on the way."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Layers, experts, and the shape of each expert."""
+
+    def format(self, tier: str) -> ExpertFormat:
+        """Format of a tier."""
+
+    def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
+        """Fill `destination` (uint8 [extent_bytes]) with a verified version. Raises StoreError or CheckpointError."""
+
+    def close(self) -> None:
+        """Close the files behind the source."""
+
+
+class Fill(NamedTuple):
+    """One block to be filled at start-up."""
+
+    key: ExpertKey
+    tier: str
+    destination: Bytes
+
+
+def fill_blocks(source: VersionSource, fills: list[Fill], progress: Callable[[int, int], None]) -> None:
+    """Read all of `fills` with several threads; `progress(done, total)`. Raises StoreError or CheckpointError."""
+    with ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read") as readers:
+        futures = [readers.submit(source.read_into, *fill) for fill in fills]
+        try:
+            for done, future in enumerate(futures, 1):
+                future.result()
+                progress(done, len(fills))
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+
+class ExpertArena:
+    """Versions of all experts in one allocation, reached through handles.
+
+    `formats` is the table that the format index of a handle word points into.
+    """
+
+    def __init__(self, shape: ModelShape, formats: list[ExpertFormat]) -> None:
+        self.shape = shape
+        self.formats = formats
+        self.layouts = [VersionLayout.of(fmt, shape.expert) for fmt in formats]
+        self.handles = HandleWords(shape.layers * shape.experts)
+        self.arena: Arena
+
+    def allocate(self, nbytes: int, device: Device, budget: BudgetTracker) -> None:
+        """Reserve, then allocate. Raises MemoryLimitError when it does not fit the budget or a handle word."""
+        if nbytes > MAX_ARENA_BYTES:
+            raise MemoryLimitError(f"{nbytes} bytes of experts are more than a handle can address ({MAX_ARENA_BYTES})")
+        budget.reserve("experts", nbytes)
+        self.arena = device.allocate(nbytes)
+
+    @property
+    def expert(self) -> ExpertShape:
+        """Shape of every expert."""
+        return self.shape.expert
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.arena.nbytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of the arena per expert weight, scales, offsets, padding and spare blocks included."""
+        return self.expert_bytes * 8 / self.shape.weights
+
+    def block(self, handle: Handle) -> torch.Tensor:
+        """The version behind a handle, uint8 [extent_bytes], in the arena."""
+        return self.arena.view(handle.offset, self.layouts[handle.format_index].extent_bytes)
+
+    def close(self) -> None:
+        """Free the arena."""
+        self.arena.close()

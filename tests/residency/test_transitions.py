@@ -135,7 +135,6 @@ class Pipeline(RuleBasedStateMachine):
                 self.engine.end(ticket)
             if self.pipeline.idle:
                 break
-            self.want(7)
         assert self.pipeline.idle
         for layer, slots in enumerate(self.experts.capacity):
             hottest = set(np.argsort(-scores[layer])[: int(slots)])
@@ -154,6 +153,41 @@ def test_a_limit_that_stops_everything_is_refused() -> None:
         RateLimit(0.0).check()
     with pytest.raises(OptionError):
         RateLimit(None, 0).check()
+
+
+def wish(*high: int) -> tuple[Any, Any]:
+    """A wanted set for layer 0, and scores that fit it."""
+    wanted = np.zeros((SHAPE.layers, SHAPE.experts), bool)
+    wanted[0, list(high)] = True
+    return wanted, wanted.astype(float)
+
+
+def test_a_wish_taken_back_while_its_copy_runs_still_comes_true() -> None:
+    experts, engine = build([3, 0], keep_low=False), FakeCopyEngine()
+    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    pipeline.want(*wish(0, 1, 3))
+    pipeline.step(0.0)  # expert 2 is on its way down
+    pipeline.want(*wish(0, 1, 2))
+    for _ in range(10):
+        for ticket in list(engine.running):
+            engine.end(ticket)
+        pipeline.step(0.0)
+    assert pipeline.idle
+    assert set(np.flatnonzero(experts.high_mask()[0])) == {0, 1, 2}
+
+
+def test_a_failed_copy_nobody_wants_any_more_is_not_tried_again() -> None:
+    experts, engine = build([3, 0], keep_low=True), FakeCopyEngine()
+    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    pipeline.want(*wish(0, 1, 3))
+    pipeline.step(0.0)
+    pipeline.step(0.0)  # expert 3 is on its way up
+    pipeline.want(*wish(0, 1))
+    (ticket,) = engine.running
+    engine.end(ticket, StoreError("the disk is gone"))
+    pipeline.step(0.0)
+    pipeline.step(100.0)
+    assert pipeline.idle and not engine.running and pipeline.counters.failed == 1
 
 
 @pytest.mark.parametrize("keep_low", [False, True])

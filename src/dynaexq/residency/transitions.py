@@ -67,6 +67,7 @@ class TransitionPipeline:
         self._engine = engine
         self._limit = limit
         self._report_failure = report_failure
+        self._wanted = experts.high_mask()
         self._promotions: list[ExpertKey] = []
         self._demotions: list[ExpertKey] = []
         self._in_flight: dict[int, ExpertKey] = {}
@@ -76,8 +77,12 @@ class TransitionPipeline:
         self._paid_until = 0.0
 
     def want(self, wanted: np.ndarray[Any, np.dtype[np.bool_]], scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Replace the update queue by what `wanted` [layers, experts] asks for, hottest in and coldest out first."""
-        current = self._experts.high_mask()
+        """Replace the update queue by what `wanted` [layers, experts] asks for, hottest in and coldest out first.
+
+        A transfer in flight counts as done; one that turns out unwanted is queued to be taken back.
+        """
+        current = self.pending_mask
+        self._wanted = wanted
         self._promotions = _keys(wanted & ~current, -scores)
         self._demotions = _keys(current & ~wanted, scores)
 
@@ -158,7 +163,8 @@ class TransitionPipeline:
         self.counters.failed += 1
         backoff = self._retry.get(key, (0.0, FIRST_BACKOFF))[1]
         self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
-        (self._promotions if promoting else self._demotions).append(key)
+        if self._wanted[key] == promoting:
+            (self._promotions if promoting else self._demotions).append(key)
         self._report_failure(f"{key}: {error}; its version in force stays, next try in {backoff:g} s")
 
 

@@ -58,14 +58,14 @@ def reference(store: Path, model: Any) -> Callable[[torch.Tensor, list[str]], to
         experts = ResidentExperts(opened, dict(zip(keys, tiers, strict=True)), CpuDevice(), BudgetTracker(1 << 28))
         experts.load(lambda done, total: None)
         runtime = runtime_of(model)
-        moving = runtime.experts, runtime.kernel, runtime.control
-        runtime.experts, runtime.kernel, runtime.control = experts, make_kernel("reference", experts), None
+        moving = runtime.experts, runtime.kernel, runtime.listener
+        runtime.experts, runtime.kernel, runtime.listener = experts, make_kernel("reference", experts), None
         try:
             with torch.inference_mode():
                 result: torch.Tensor = model(ids).logits
             return result
         finally:
-            runtime.experts, runtime.kernel, runtime.control = moving
+            runtime.experts, runtime.kernel, runtime.listener = moving
 
     return logits
 
@@ -133,7 +133,7 @@ def test_flipping_versions_under_concurrent_forwards_never_mixes_them(store: Pat
     for tier in TIERS:
         source.require_tier(tier)
     fixed = reference(store, model)
-    runtime.control = None  # the test is the control loop
+    runtime.listener = None  # the test is the control loop
     stop, results, failures = threading.Event(), [], []
 
     def flip() -> None:
@@ -197,7 +197,7 @@ def test_options_of_the_loop_are_checked() -> None:
     for words, named in (
         ("needs expert_memory", {"mode": "dynaexq"}),
         ("takes high and low", {"mode": "dynaexq", "tier": "int4", "expert_memory": 1}),
-        ("go with mode 'dynaexq'", {"mode": "full", "high": "bf16"}),
+        ("high go with modes 'dynaexq' and", {"mode": "full", "high": "bf16"}),
     ):
         with pytest.raises(OptionError, match=words):
             DynaExqConfig(**named)  # type: ignore[arg-type]

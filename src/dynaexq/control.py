@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,17 @@ import numpy as np
 
 from dynaexq.core import OptionError
 from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, select_high
+from dynaexq.policy.hotness import Scores
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
-from dynaexq.traffic import RoutedLayer, TrafficRecorder
+from dynaexq.traffic import RoutedLayer, TrafficRecorder, check_signal
 
 DRIVES = ("thread", "replay", "blocking")
 POLL_SECONDS = 0.005
 """How often reclaiming looks again while windows hold blocks back."""
+
+SAVE_SECONDS = 30.0
+"""How much hotness a killed process loses at most."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class ControlOptions:
     every_windows: int = 1
     signal: str = "count"
     hotness: HotnessOptions = field(default_factory=HotnessOptions)
-    selection: SelectionOptions = field(default_factory=lambda: SelectionOptions(margin=0.002, rank_slack=0))
+    selection: SelectionOptions = field(default_factory=SelectionOptions)
 
     def check(self) -> None:
         """Raise OptionError for unknown or impossible values."""
@@ -48,6 +53,7 @@ class ControlOptions:
             raise OptionError(f"unknown drive '{self.drive}'; known drives are {', '.join(DRIVES)}")
         if not 0 < self.first_interval <= self.interval or self.every_windows < 1:
             raise OptionError(f"impossible update intervals in {self}")
+        check_signal(self.signal)
         self.hotness.check()
         self.selection.check()
 
@@ -56,8 +62,14 @@ class ControlLoop:
     """Owns the pipeline: all its calls come from one thread, the loop's own or, in replay and blocking, the model's."""
 
     def __init__(
-        self, experts: VersionedExperts, pipeline: TransitionPipeline, options: ControlOptions, wake: threading.Event
+        self,
+        experts: VersionedExperts,
+        pipeline: TransitionPipeline,
+        options: ControlOptions,
+        wake: threading.Event,
+        save: Callable[[Scores, int], None] | None = None,
     ) -> None:
+        """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before."""
         options.check()
         self.options = options
         self.pipeline = pipeline
@@ -67,6 +79,8 @@ class ControlLoop:
         self.ticks = 0
         self._experts = experts
         self._wake = wake
+        self._save = save
+        self._next_save = time.monotonic() + SAVE_SECONDS
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._interval = options.first_interval
@@ -97,7 +111,8 @@ class ControlLoop:
         self.recorder.add(layers, prefill, high)
         self._windows += 1
         if self.options.drive == "thread":
-            self._wake.set()
+            if self._next_tick is None or self.pipeline.busy:  # else the next update comes by itself
+                self._wake.set()
         elif self.options.drive == "replay" and self._windows % self.options.every_windows == 0:
             self._tick()
             self._settle()
@@ -109,6 +124,8 @@ class ControlLoop:
         if self._thread is not None:
             self._thread.join()
         self._collect()
+        if self._save:
+            self._save(self.hotness.sums, int(self.routed))
 
     @property
     def hot_share_high(self) -> float:
@@ -134,6 +151,9 @@ class ControlLoop:
             self._next_tick = now + self._interval
             self._interval = min(2 * self._interval, self.options.interval)
             self.pipeline.step(now)
+        if self._save and now >= self._next_save:
+            self._save(self.hotness.sums, int(self.routed))
+            self._next_save = now + SAVE_SECONDS
 
     def _tick(self) -> None:
         self._collect()

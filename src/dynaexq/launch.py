@@ -10,19 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dynaexq.core import MemoryLimitError, OptionError, StoreError
-from dynaexq.formats import DEFAULT_QUANTIZER, TIERS, tier_format, tier_rank
+from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.source import CheckpointExperts
+from dynaexq.launch_options import DTYPES, PAIRED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
-from dynaexq.residency.versions import VersionedExperts
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
@@ -41,49 +39,6 @@ PREPARE_BYTES_PER_WEIGHT = 24
 
 AUTO_TIERS = ("int2", "int4", "int8", "bf16")
 """Tiers chosen without being asked for: int1 is there to measure with."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODES = ("auto", "full", "static", "dynaexq", "blocking")
-ADAPTIVE = ("dynaexq", "blocking")
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """How to run a model. `memory` caps the whole process, `expert_memory` the expert pool, in bytes."""
-
-    mode: str = "auto"
-    tier: str | None = None
-    memory: int | None = None
-    expert_memory: int | None = None
-    dtype: str = "float32"
-    high: str | None = None
-    low: str | None = None
-
-    def check(self) -> None:
-        """Raise OptionError for unknown or conflicting values."""
-        if self.mode not in MODES:
-            raise OptionError(f"unknown mode '{self.mode}'; known modes are {', '.join(MODES)}")
-        if self.dtype not in DTYPES:
-            raise OptionError(f"unknown dtype '{self.dtype}'; known are {', '.join(DTYPES)}")
-        if self.tier is not None:
-            tier_format(self.tier)
-            if self.mode != "static":
-                raise OptionError(
-                    f"--tier {self.tier} goes with --mode static; mode '{self.mode}' chooses tiers itself"
-                )
-        elif self.mode == "static":
-            raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
-        if (self.high is None) != (self.low is None):
-            raise OptionError("give --high and --low together")
-        if self.high is not None and self.low is not None:
-            if self.mode not in ADAPTIVE:
-                raise OptionError(f"--high and --low go with --mode dynaexq; mode '{self.mode}' chooses tiers itself")
-            tier_format(self.high)
-            tier_format(self.low)
-            if tier_rank(self.high) <= tier_rank(self.low):
-                raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
-        if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
-            raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
 
 
 @dataclass(frozen=True)
@@ -107,21 +62,22 @@ class Launch:
     @property
     def experts_high(self) -> int:
         """Experts that can be at the high tier at once."""
-        experts = self.runtime.experts
-        return int(experts.capacity.sum()) if isinstance(experts, VersionedExperts) else 0
+        return self.plan.pools.high_blocks if self.plan.pools else 0
 
     def report(self) -> dict[str, Any]:
         """The part of the JSON contract that is about memory and versions."""
-        experts, counters = self.runtime.experts, self.runtime.counters
+        experts, counters, pools = self.runtime.experts, self.runtime.counters, self.plan.pools
         return {
             "mode": self.plan.mode,
             "tier": self.plan.tier,
             "high": self.plan.high,
             "experts_high": self.experts_high,
+            "experts_high_by_layer": pools.capacity.tolist() if pools else [],
             "budget_bytes": self.plan.limit,
             "device_bytes_peak": self.runtime.budget.peak,
             "rss_peak_bytes": peak_resident_bytes(),
             "expert_bytes": experts.expert_bytes,
+            "padding_bytes": experts.padding_bytes,
             "bits_per_expert_weight": experts.bits_per_weight,
             **asdict(counters),
             "hot_share_high": self.runtime.hot_share_high,
@@ -156,17 +112,24 @@ class Opened:
         limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
-        mode = "auto" if options.mode in ADAPTIVE else options.mode
+        mode = "auto" if options.mode in PAIRED else options.mode
         plan = choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, mode, PROCESS_JITTER)
         if options.mode in ("full", "static") or (options.mode == "auto" and plan.mode == "full"):
             return plan
+        return self._add_high(options, plan, group_size)
+
+    def _add_high(self, options: LaunchOptions, plan: MemoryPlan, group_size: int) -> MemoryPlan:
+        """`plan` with a high tier above its own, where that was asked for or pays."""
         above = [
             tier for tier in self._candidates(replace(options, low=None)) if tier_rank(tier) > tier_rank(plan.tier)
         ]
         high = options.high or (min(above, key=tier_rank) if above else None)
-        adaptive = high and add_high(plan, shape, high, group_size, options.expert_memory)
-        if adaptive:
-            return replace(adaptive, mode="dynaexq" if options.mode == "auto" else options.mode)
+        tuning = options.make_tuning()
+        layout, spare = ("replace", 0) if options.mode == "static-map" else (tuning.layout, tuning.spare)
+        shape = self.skeleton.profile.shape
+        paired = high and add_high(plan, shape, high, group_size, options.expert_memory, layout, spare)
+        if paired:
+            return replace(paired, mode="dynaexq" if options.mode == "auto" else options.mode)
         if options.mode == "auto":
             return plan
         if high is None:
@@ -176,9 +139,9 @@ class Opened:
             f"use --mode static --tier {plan.tier}, or give --high and a smaller --low"
         )
 
-    def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress, drive: str = "thread") -> Launch:
+    def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tiers into the cache unless they are there, and load them."""
-        config = _load_config(plan, drive)
+        config = _load_config(options, plan)
         wanted = (plan.tier,) if plan.high is None else (plan.tier, plan.high)
 
         def load(root: Path) -> Any:
@@ -240,19 +203,25 @@ class Opened:
         self.source.checkpoint.close()
 
 
-def _load_config(plan: MemoryPlan, drive: str) -> DynaExqConfig:
+def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
+    common: dict[str, Any] = {"memory": plan.limit, "fixed": plan.fixed}
     if plan.high is None:
-        tier = plan.tier if plan.mode == "static" else None
-        return DynaExqConfig(mode=plan.mode, tier=tier, memory=plan.limit, fixed=plan.fixed)
+        return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
+    common |= {"high": plan.high, "low": plan.tier, "expert_memory": plan.expert_bytes}
+    if plan.mode == "static-map":
+        return DynaExqConfig(mode="static-map", profile=str(options.profile), **common)
     return DynaExqConfig(
         mode="dynaexq",
-        high=plan.high,
-        low=plan.tier,
-        expert_memory=plan.expert_bytes,
-        memory=plan.limit,
-        fixed=plan.fixed,
-        drive="blocking" if plan.mode == "blocking" else drive,
+        drive="blocking" if plan.mode == "blocking" else options.drive,
+        tuning=options.make_tuning().changed(),
+        state=_text(options.state),
+        ranking=_text(options.ranking),
+        **common,
     )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _has_tiers(root: Path, tiers: tuple[str, ...]) -> bool:

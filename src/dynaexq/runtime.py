@@ -32,25 +32,51 @@ class Experts(Protocol):
     def bits_per_weight(self) -> float:
         """Resident bits per expert weight."""
 
+    @property
+    def padding_bytes(self) -> int:
+        """Internal fragmentation of the arena."""
+
     def check_integrity(self) -> None:
         """Assert the invariants; only while nothing else changes state."""
+
+
+class WindowListener(Protocol):
+    """Sees every forward pass: the control loop, or a meter."""
+
+    def before_window(self) -> None:
+        """A window is about to open."""
+
+    def after_window(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """A window has closed: its router choices, and which experts [layers * experts] ran high."""
+
+    @property
+    def hot_share_high(self) -> float:
+        """Share of routed traffic that ran at the high tier."""
+
+    def close(self) -> None:
+        """Come to rest."""
 
 
 class ExpertRuntime:
     """Serves the experts of one model. Forward passes of several threads may overlap.
 
-    `control` moves versions while the model runs; None where every expert stays as it is.
+    `listener` sees traffic: a ControlLoop moves versions by it, a TrafficMeter counts it, None leaves it alone.
     """
 
     def __init__(
-        self, mode: str, experts: Experts, kernel: ExpertsKernel, budget: BudgetTracker, control: ControlLoop | None
+        self, mode: str, experts: Experts, kernel: ExpertsKernel, budget: BudgetTracker, listener: WindowListener | None
     ) -> None:
         self.mode = mode
         self.experts = experts
         self.kernel = kernel
         self.budget = budget
-        self.control = control
+        self.listener = listener
         self._local = _Windows()
+
+    @property
+    def control(self) -> ControlLoop | None:
+        """The loop that moves versions, where they move."""
+        return self.listener if isinstance(self.listener, ControlLoop) else None
 
     @property
     def counters(self) -> Counters:
@@ -60,14 +86,14 @@ class ExpertRuntime:
     @property
     def hot_share_high(self) -> float:
         """Share of routed traffic that ran at the high tier."""
-        if self.control:
-            return self.control.hot_share_high
+        if self.listener:
+            return self.listener.hot_share_high
         return 1.0 if self.mode == "full" else 0.0
 
     def close(self) -> None:
         """Stop moving versions; the model stays usable."""
-        if self.control:
-            self.control.close()
+        if self.listener:
+            self.listener.close()
 
     def begin_window(self, prefill: bool) -> None:
         """Pin the handles for one forward pass of this thread (dynaexq paper, section 1: window-level pinning).
@@ -76,8 +102,8 @@ class ExpertRuntime:
         """
         local = self._local
         if local.depth == 0:
-            if self.control:
-                self.control.before_window()
+            if self.listener:
+                self.listener.before_window()
             local.window, local.words = self.experts.handles.pin()
             local.prefill, local.routed = prefill, []
         local.depth += 1
@@ -90,12 +116,12 @@ class ExpertRuntime:
         local.depth -= 1
         if local.depth == 0:
             assert local.window is not None and local.words is not None
-            if self.control:
+            if self.listener:
                 high: np.ndarray[Any, np.dtype[np.bool_]] = local.words >> np.uint64(56) == HIGH
             self.experts.handles.release(local.window)
             local.window = local.words = None
-            if self.control:
-                self.control.after_window(local.routed, local.prefill, high)
+            if self.listener:
+                self.listener.after_window(local.routed, local.prefill, high)
 
     def forward(
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -103,7 +129,7 @@ class ExpertRuntime:
         """Experts of MoE layer `layer`: hidden [tokens, hidden], ids and weights [tokens, top_k]."""
         local = self._local
         assert local.words is not None, "the experts were called outside of the model's forward"
-        if self.control:
+        if self.listener:
             local.routed.append(RoutedLayer(layer, ids, weights))
         count = self.experts.shape.experts
         words = local.words[layer * count : (layer + 1) * count]

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dynaexq.core import ExpertKey, ExpertShape, ModelShape, OptionError, Residency, StoreError, decode_handle
 from dynaexq.device import CpuDevice
 from dynaexq.device.fake import FakeCopyEngine
-from dynaexq.formats import ExpertFormat, tier_format
+from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
 from dynaexq.residency import BudgetTracker
+from dynaexq.residency.layout import PoolPlan
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 
@@ -31,6 +32,7 @@ class PatternSource:
     """Versions whose every byte says which version they are."""
 
     shape = SHAPE
+    fingerprint = "patterns"
 
     def format(self, tier: str) -> ExpertFormat:
         return tier_format(tier, 32)
@@ -42,11 +44,17 @@ class PatternSource:
         """Nothing is open."""
 
 
-def build(capacity: list[int], keep_low: bool) -> VersionedExperts:
+def build(capacity: list[int], keep_low: bool, spare: int = 1) -> VersionedExperts:
     source, slots = PatternSource(), np.array(capacity)
-    experts = VersionedExperts(source, TIERS, slots, CpuDevice(), BudgetTracker(1 << 24), keep_low)
+    sizes = [VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in TIERS]
+    total, high = SHAPE.layers * SHAPE.experts, int(slots.sum())
+    low_blocks = total if keep_low else total - high + min(spare, high)
+    experts = VersionedExperts(
+        source, TIERS, PoolPlan(slots, *sizes, low_blocks, keep_low), CpuDevice(), BudgetTracker(1 << 24)
+    )
     experts.arena.host_view(0, experts.arena.nbytes)[:] = POISON
-    load_versions(experts, source, TIERS, lambda *_: None)
+    mask = np.arange(SHAPE.experts) < slots[:, None]
+    load_versions(experts, source, TIERS, mask, lambda *_: None)
     return experts
 
 
@@ -56,9 +64,10 @@ class Pipeline(RuleBasedStateMachine):
         keep_low=st.booleans(),
         in_flight=st.integers(1, 3),
         rate=st.sampled_from([None, 5e4]),
+        spare=st.integers(1, 2),
     )
-    def start(self, capacity: list[int], keep_low: bool, in_flight: int, rate: float | None) -> None:
-        self.experts = build(capacity, keep_low)
+    def start(self, capacity: list[int], keep_low: bool, in_flight: int, rate: float | None, spare: int) -> None:
+        self.experts = build(capacity, keep_low, spare)
         self.engine = FakeCopyEngine()
         self.reports: list[str] = []
         self.pipeline = TransitionPipeline(

@@ -9,48 +9,29 @@ from typing import Annotated
 import torch
 import typer
 
-from dynaexq.cli.options import (
-    DemoOption,
-    DtypeOption,
-    ExpertMemoryOption,
-    HighOption,
-    JsonOption,
-    LowOption,
-    MemoryOption,
-    ModelArgument,
-    ModeOption,
-    TierOption,
-    launch_options,
-    pick_model,
-)
+from dynaexq.cli.options import JsonOption, Request, takes_request
 from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.evaluate import cut_windows, measure_perplexity, read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
-from dynaexq.launch import DTYPES, Opened
+from dynaexq.launch import Opened
+from dynaexq.launch_options import DTYPES
 from dynaexq.plan.memory import Workload, format_bytes
 
 
 @reports_errors
+@takes_request(drive="replay")
 def evaluate(
-    model: ModelArgument = None,
+    request: Request,
     text: Annotated[
         Path | None,
         typer.Option(
             help="A text file, or .jsonl with text, question+answer or prompt+canonical_solution.", show_default=False
         ),
     ] = None,
-    demo: DemoOption = False,
     window: Annotated[int, typer.Option(min=2, help="Tokens per forward pass.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored per window; smaller gives more context.")] = 256,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Score this many tokens.", show_default=False)] = None,
-    mode: ModeOption = "auto",
-    tier: TierOption = None,
-    memory: MemoryOption = None,
-    expert_memory: ExpertMemoryOption = None,
-    high: HighOption = None,
-    low: LowOption = None,
-    dtype: DtypeOption = "float32",
     json_target: JsonOption = None,
 ) -> None:
     """Measure perplexity per token of a text, by a sliding window, within a hard memory limit.
@@ -62,21 +43,20 @@ def evaluate(
       dynaexq evaluate ./store --mode static --tier int2 --text notes.txt --max-tokens 20000 --json -
     """
     check_json_target(json_target)
-    options = launch_options(mode, tier, memory, expert_memory, dtype, demo, high, low)
-    name = pick_model(model, demo)
+    model, options = request.model, request.options
     if text is None:
         raise OptionError("give a --text")
     document = "\n\n".join(read_documents(text))
     quiet_transformers()
-    opened = Opened(name)
+    opened = Opened(model)
     if window > opened.skeleton.profile.max_context:
         raise OptionError(f"--window {window} is above the model's context of {opened.skeleton.profile.max_context}")
     ids = torch.tensor(opened.tokenizer(document)["input_ids"], dtype=torch.long)
     windows = cut_windows(ids, window, stride, max_tokens)
     scored = max(each.scored for each in windows)
-    plan = opened.plan(options, Workload(window, window, 1, scored + 1, DTYPES[dtype].itemsize, kv_cache=False))
+    plan = opened.plan(options, Workload(window, window, 1, scored + 1, DTYPES[options.dtype].itemsize, kv_cache=False))
     with progress_bar() as progress:
-        launch = opened.launch(options, plan, progress, drive="replay")
+        launch = opened.launch(options, plan, progress)
         start = time.perf_counter()
         result = measure_perplexity(
             launch.model, windows, lambda done, total, value: progress(f"perplexity: {value:.3f}", done, total)

@@ -8,25 +8,13 @@ from typing import Annotated
 
 import typer
 
-from dynaexq.cli.options import (
-    DemoOption,
-    DtypeOption,
-    ExpertMemoryOption,
-    HighOption,
-    JsonOption,
-    LowOption,
-    MemoryOption,
-    ModelArgument,
-    ModeOption,
-    TierOption,
-    launch_options,
-    pick_model,
-)
+from dynaexq.cli.options import JsonOption, Request, takes_request
 from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.integrations.transformers.generation import Generation, Sampling, encode_prompt, generate_text
 from dynaexq.integrations.transformers.loading import quiet_transformers
-from dynaexq.launch import DTYPES, Launch, Opened
+from dynaexq.launch import EMBEDDED_MODEL, Launch, Opened
+from dynaexq.launch_options import DTYPES
 from dynaexq.plan.memory import Workload, format_bytes
 
 DEMO_PROMPT = "There are 7 boxes with 4 coins in each box. How many coins are there in total?"
@@ -34,13 +22,13 @@ MAX_PROMPT_BYTES = 16 << 20
 
 
 @reports_errors
+@takes_request(drive="thread")
 def generate(
-    model: ModelArgument = None,
+    request: Request,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The prompt; - reads stdin.", show_default=False)
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.", show_default=False)] = None,
-    demo: DemoOption = False,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.0,
@@ -49,13 +37,6 @@ def generate(
         int | None,
         typer.Option(min=0, max=(1 << 63) - 1, help="Of the sampling; needs a temperature.", show_default=False),
     ] = None,
-    mode: ModeOption = "auto",
-    tier: TierOption = None,
-    memory: MemoryOption = None,
-    expert_memory: ExpertMemoryOption = None,
-    high: HighOption = None,
-    low: LowOption = None,
-    dtype: DtypeOption = "float32",
     json_target: JsonOption = None,
 ) -> None:
     """Answer a prompt, streaming, within a hard memory limit.
@@ -73,17 +54,16 @@ def generate(
     check_json_target(json_target)
     if temperature == 0 and (top_p != 1.0 or seed is not None):
         raise OptionError("--top-p and --seed do nothing at temperature 0; give --temperature")
-    options = launch_options(mode, tier, memory, expert_memory, dtype, demo, high, low)
-    name = pick_model(model, demo)
-    text = _read_prompt(prompt, prompt_file, demo)
+    model, options = request.model, request.options
+    text = _read_prompt(prompt, prompt_file, model == str(EMBEDDED_MODEL))
     if not text.strip():
         raise OptionError("the prompt is empty")
     quiet_transformers()
-    opened = Opened(name)
+    opened = Opened(model)
     chat = not raw and bool(getattr(opened.tokenizer, "chat_template", None))
     ids = encode_prompt(opened.tokenizer, text, chat, opened.skeleton.profile.max_context, max_new_tokens)
     tokens = ids.shape[1]
-    work = Workload(tokens, tokens + max_new_tokens, 1, 1, DTYPES[dtype].itemsize, kv_cache=True)
+    work = Workload(tokens, tokens + max_new_tokens, 1, 1, DTYPES[options.dtype].itemsize, kv_cache=True)
     plan = opened.plan(options, work)
     with progress_bar() as progress:
         launch = opened.launch(options, plan, progress)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from dynaexq.core import OptionError
-from dynaexq.launch import ADAPTIVE, DEMO_EXPERT_MEMORY, EMBEDDED_MODEL, LaunchOptions
+from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
+from dynaexq.launch_options import PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
+from dynaexq.tuning import KNOBS, parse_tuning
 
 ModelArgument = Annotated[
     str | None,
@@ -20,7 +26,8 @@ ModeOption = Annotated[
     str,
     typer.Option(
         help="full: every expert at the highest tier; static: at --tier; dynaexq: router traffic decides which experts "
-        "get the higher of two tiers; blocking: the same, waiting for each move, to compare; auto: what fits best."
+        "get the higher of two tiers; static-map: those that --map says, for good; auto: what fits best. To compare: "
+        "blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain top-n)."
     ),
 ]
 TierOption = Annotated[
@@ -33,10 +40,26 @@ MemoryOption = Annotated[
 ExpertMemoryOption = Annotated[
     str | None, typer.Option(help="Hard limit on the expert pool alone, such as 16M.", show_default=False)
 ]
-HighOption = Annotated[
-    str | None, typer.Option(help="With --mode dynaexq: the tier of the hottest experts.", show_default=False)
+HighOption = Annotated[str | None, typer.Option(help="The tier of the hottest experts.", show_default=False)]
+LowOption = Annotated[str | None, typer.Option(help="The tier of all others.", show_default=False)]
+MapOption = Annotated[
+    Path | None,
+    typer.Option("--map", help="With --mode static-map: a profile made by `dynaexq calibrate`.", show_default=False),
 ]
-LowOption = Annotated[str | None, typer.Option(help="With --mode dynaexq: the tier of all others.", show_default=False)]
+StateOption = Annotated[
+    Path | None,
+    typer.Option(help="Keep hotness in this file: read at the start if it is there, then kept up.", show_default=False),
+]
+RankingOption = Annotated[
+    Path | None,
+    typer.Option(help="Start from a profile made by `dynaexq calibrate` (a --state wins).", show_default=False),
+]
+TuneOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help=f"A knob of online precision, repeatable: {', '.join(KNOBS)}.", show_default=False
+    ),
+]
 DtypeOption = Annotated[str, typer.Option(help="Of dense weights and activations: float32 or bfloat16.")]
 JsonOption = Annotated[
     str | None,
@@ -44,25 +67,36 @@ JsonOption = Annotated[
 ]
 
 
-def pick_model(model: str | None, demo: bool) -> str:
-    """The model to open. Raises OptionError unless exactly one of MODEL and --demo is given."""
-    if demo == (model is not None):
-        raise OptionError("give either a MODEL or --demo" if demo else "give a MODEL, or --demo for the embedded one")
-    return str(EMBEDDED_MODEL) if model is None else model
+@dataclass(frozen=True)
+class Request:
+    """The model to open, and how to run it."""
+
+    model: str
+    options: LaunchOptions
 
 
-def launch_options(
-    mode: str,
-    tier: str | None,
-    memory: str | None,
-    expert_memory: str | None,
-    dtype: str,
-    demo: bool,
-    high: str | None,
-    low: str | None,
-) -> LaunchOptions:
-    """Checked launch options; `--demo` brings a default budget where a mode needs one."""
-    parsed = LaunchOptions(
+def read_request(
+    model: ModelArgument = None,
+    demo: DemoOption = False,
+    mode: ModeOption = "auto",
+    tier: TierOption = None,
+    high: HighOption = None,
+    low: LowOption = None,
+    memory: MemoryOption = None,
+    expert_memory: ExpertMemoryOption = None,
+    map: MapOption = None,
+    state: StateOption = None,
+    ranking: RankingOption = None,
+    tune: TuneOption = None,
+    dtype: DtypeOption = "float32",
+    drive: str = "thread",
+) -> Request:
+    """The request that options amount to; `--demo` brings a default budget where a mode needs one.
+
+    Raises:
+        OptionError: unknown, conflicting or useless values.
+    """
+    options = LaunchOptions(
         mode=mode,
         tier=tier,
         memory=None if memory is None else parse_size(memory, "--memory"),
@@ -70,8 +104,43 @@ def launch_options(
         dtype=dtype,
         high=high,
         low=low,
+        profile=map,
+        state=state,
+        ranking=ranking,
+        tune=parse_tuning(tune or []),
+        drive=drive,
     )
-    parsed.check()
-    if demo and mode in ("auto", *ADAPTIVE) and memory is None and expert_memory is None:
-        return replace(parsed, expert_memory=DEMO_EXPERT_MEMORY)
-    return parsed
+    options.check()
+    name = pick_model(model, demo)
+    if demo and mode in ("auto", *PAIRED) and memory is None and expert_memory is None:
+        options = replace(options, expert_memory=DEMO_EXPERT_MEMORY)
+    return Request(name, options)
+
+
+def takes_request(drive: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all options of `read_request`, which it receives as its argument `request`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = dict(inspect.signature(read_request, eval_str=True).parameters)
+        del shared["drive"]
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["request"]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            chosen = {name: values.pop(name) for name in shared}
+            command(**values, request=read_request(**chosen, drive=drive))
+
+        parameters = {"model": shared["model"], **own, **shared}
+        run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        run.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        return run
+
+    return decorate
+
+
+def pick_model(model: str | None, demo: bool) -> str:
+    """The model to open. Raises OptionError unless exactly one of MODEL and --demo is given."""
+    if demo == (model is not None):
+        raise OptionError("give either a MODEL or --demo" if demo else "give a MODEL, or --demo for the embedded one")
+    return str(EMBEDDED_MODEL) if model is None else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -18,8 +19,8 @@ class Completion(NamedTuple):
 class CopyEngine(Protocol):
     """Runs copies one after the other, away from the token path. Submitting and polling never block."""
 
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
-        """Queue one copy; it is complete when the call returns, failed when it raises."""
+    def submit(self, ticket: int, nbytes: int, copy: Callable[[], None]) -> None:
+        """Queue one copy of `nbytes`; it is complete when the call returns, failed when it raises."""
 
     def completed(self) -> list[Completion]:
         """Copies that ended since the last call, in the order they ended."""
@@ -31,17 +32,21 @@ class CopyEngine(Protocol):
 class ThreadCopyEngine:
     """A worker thread of its own; reads and checksums in it hold no GIL."""
 
-    def __init__(self, on_completion: Callable[[], None]) -> None:
-        """`on_completion` is called from the worker after each copy: it must not block."""
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+    def __init__(self, on_completion: Callable[[], None], bytes_per_second: float | None = None) -> None:
+        """`on_completion` is called from the worker after each copy: it must not block.
+
+        `bytes_per_second` slows copies down to those of a slower link.
+        """
+        self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._bytes_per_second = bytes_per_second
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._on_completion = on_completion
         self._closing = threading.Event()
         self._worker = threading.Thread(target=self._run, name="dynaexq-copy", daemon=True)
         self._worker.start()
 
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
-        self._jobs.put((ticket, copy))
+    def submit(self, ticket: int, nbytes: int, copy: Callable[[], None]) -> None:
+        self._jobs.put((ticket, nbytes, copy))
 
     def completed(self) -> list[Completion]:
         ended = []
@@ -56,11 +61,14 @@ class ThreadCopyEngine:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None and not self._closing.is_set():
-            ticket, copy = job
+            ticket, nbytes, copy = job
             error = None
+            start = time.monotonic()
             try:
                 copy()
             except Exception as raised:
                 error = raised
+            if self._bytes_per_second is not None:
+                self._closing.wait(start + nbytes / self._bytes_per_second - time.monotonic())
             self._done.put(Completion(ticket, error))
             self._on_completion()

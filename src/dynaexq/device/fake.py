@@ -14,7 +14,7 @@ class FakeCopyEngine:
         self.running: dict[int, Callable[[], None]] = {}
         self._ended: list[Completion] = []
 
-    def submit(self, ticket: int, copy: Callable[[], None]) -> None:
+    def submit(self, ticket: int, nbytes: int, copy: Callable[[], None]) -> None:
         self.running[ticket] = copy
 
     def completed(self) -> list[Completion]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from dynaexq.core import MemoryLimitError, ModelShape
 from dynaexq.formats import VersionLayout, tier_format, tier_rank
+from dynaexq.residency.layout import PoolPlan, plan_pools
 
 MIB = 1 << 20
 OVERHEAD_BYTES = 24 * MIB
@@ -57,7 +56,7 @@ class Workload:
 class MemoryPlan:
     """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes).
 
-    `tier` is that of every expert, or of those that are not at `high`.
+    `tier` is that of every expert, or of those that are not at `high`; `pools` says how many can be there.
     """
 
     mode: str
@@ -66,6 +65,7 @@ class MemoryPlan:
     fixed: dict[str, int]
     expert_bytes: int
     high: str | None = None
+    pools: PoolPlan | None = None
 
     @property
     def total(self) -> int:
@@ -136,32 +136,22 @@ def choose_tier(
 
 
 def add_high(
-    plan: MemoryPlan, shape: ModelShape, high: str, group_size: int, expert_memory: int | None
+    plan: MemoryPlan,
+    shape: ModelShape,
+    high: str,
+    group_size: int,
+    expert_memory: int | None,
+    layout: str = "replace",
+    spare: int | None = None,
 ) -> MemoryPlan | None:
     """`plan` with the room it leaves spent on experts at `high`; None where not one fits."""
     sizes = [VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes for tier in (high, plan.tier)]
-    pool = plan.limit - sum(plan.fixed.values())
-    slots = int(high_capacity(shape, sizes[0], sizes[1], pool if expert_memory is None else expert_memory).sum())
-    if slots == 0:
+    room = plan.limit - sum(plan.fixed.values())
+    pool = room if expert_memory is None else min(room, expert_memory)
+    pools = plan_pools(shape, sizes[0], sizes[1], pool, layout, spare)
+    if pools.high_blocks == 0:
         return None
-    total = shape.layers * shape.experts
-    nbytes = sizes[0] * slots + sizes[1] * (total - slots + 1)
-    return replace(plan, mode="dynaexq", high=high, expert_bytes=nbytes)
-
-
-def high_capacity(
-    shape: ModelShape, high_bytes: int, low_bytes: int, expert_memory: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """High slots by layer (`n_hi`) that `expert_memory` affords where a high version replaces the low one.
-
-    Every expert has one version; one low block is spare, so that full pools can exchange. Slots are shared evenly.
-    """
-    total = shape.layers * shape.experts
-    spare = expert_memory - low_bytes * (total + 1)
-    slots = max(0, min(total, spare // (high_bytes - low_bytes)))
-    capacity = np.full(shape.layers, slots // shape.layers, np.int64)
-    capacity[: slots % shape.layers] += 1
-    return capacity
+    return replace(plan, mode="dynaexq", high=high, expert_bytes=pools.nbytes, pools=pools)
 
 
 def format_bytes(nbytes: float) -> str:

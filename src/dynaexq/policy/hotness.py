@@ -29,8 +29,8 @@ class HotnessOptions:
         """Raise OptionError for values out of range."""
         if not 0 <= self.alpha < 1:
             raise OptionError(f"alpha {self.alpha} is not in [0, 1)")
-        if self.prefill_weight < 0:
-            raise OptionError(f"the prefill weight {self.prefill_weight} is negative")
+        if not 0 <= self.prefill_weight < float("inf"):
+            raise OptionError(f"the prefill weight {self.prefill_weight} is not a number from 0 up")
 
 
 class Hotness:

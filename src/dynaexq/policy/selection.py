@@ -29,7 +29,7 @@ class SelectionOptions:
 
     def check(self) -> None:
         """Raise OptionError for values out of range."""
-        if self.margin < 0 or self.rank_slack < 0:
+        if not (self.margin >= 0 and self.rank_slack >= 0):
             raise OptionError(f"hysteresis margin {self.margin} and rank slack {self.rank_slack} must not be negative")
 
 
@@ -61,6 +61,13 @@ def select_high(scores: Scores, current: Mask, capacity: Counts, options: Select
     changed = wanted != before
     result.ravel()[places[changed]] = wanted[changed]
     return result
+
+
+def pick_hottest(scores: Scores, capacity: Counts) -> Mask:
+    """The hottest `capacity` [layers] experts of each layer, experts without traffic included: a static map."""
+    wanted = np.zeros(scores.shape, bool)
+    np.put_along_axis(wanted, _rank(scores), np.arange(scores.shape[1]) < capacity[:, None], 1)
+    return wanted
 
 
 INDEX_BITS = 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ from dynaexq.device.base import Bytes
 from dynaexq.formats import ExpertFormat, VersionLayout
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import HandleWords
+from dynaexq.residency.pool import BlockPool
 
 READERS = 4
 
@@ -24,6 +26,10 @@ class VersionSource(Protocol):
     @property
     def shape(self) -> ModelShape:
         """Layers, experts, and the shape of each expert."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the checkpoint that the versions were made from."""
 
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier."""
@@ -43,8 +49,12 @@ class Fill(NamedTuple):
     destination: Bytes
 
 
-def fill_blocks(source: VersionSource, fills: list[Fill], progress: Callable[[int, int], None]) -> None:
-    """Read all of `fills` with several threads; `progress(done, total)`. Raises StoreError or CheckpointError."""
+def fill_blocks(source: VersionSource, fills: list[Fill], progress: Callable[[int, int], None]) -> float:
+    """Read all of `fills` with several threads; `progress(done, total)`. Raises StoreError or CheckpointError.
+
+    Returns bytes per second.
+    """
+    start = time.perf_counter()
     with ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read") as readers:
         futures = [readers.submit(source.read_into, *fill) for fill in fills]
         try:
@@ -53,12 +63,13 @@ def fill_blocks(source: VersionSource, fills: list[Fill], progress: Callable[[in
                 progress(done, len(fills))
         finally:
             readers.shutdown(cancel_futures=True)
+    return sum(fill.destination.nbytes for fill in fills) / (time.perf_counter() - start)
 
 
 class ExpertArena:
     """Versions of all experts in one allocation, reached through handles.
 
-    `formats` is the table that the format index of a handle word points into.
+    `formats` is the table that the format index of a handle word points into; `pools` has one pool for each of them.
     """
 
     def __init__(self, shape: ModelShape, formats: list[ExpertFormat]) -> None:
@@ -66,6 +77,7 @@ class ExpertArena:
         self.formats = formats
         self.layouts = [VersionLayout.of(fmt, shape.expert) for fmt in formats]
         self.handles = HandleWords(shape.layers * shape.experts)
+        self.pools: list[BlockPool] = []
         self.arena: Arena
 
     def allocate(self, nbytes: int, device: Device, budget: BudgetTracker) -> None:
@@ -89,6 +101,12 @@ class ExpertArena:
     def bits_per_weight(self) -> float:
         """Bits of the arena per expert weight, scales, offsets, padding and spare blocks included."""
         return self.expert_bytes * 8 / self.shape.weights
+
+    @property
+    def padding_bytes(self) -> int:
+        """Internal fragmentation: bytes of the arena that pad versions to whole blocks."""
+        pairs = zip(self.pools, self.layouts, strict=True)
+        return sum(pool.capacity * (layout.extent_bytes - layout.payload_bytes) for pool, layout in pairs)
 
     def block(self, handle: Handle) -> torch.Tensor:
         """The version behind a handle, uint8 [extent_bytes], in the arena."""

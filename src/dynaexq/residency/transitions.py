@@ -43,7 +43,7 @@ class RateLimit:
 
     def check(self) -> None:
         """Raise OptionError for values that would stop all traffic."""
-        if self.in_flight < 1 or (self.bytes_per_second is not None and self.bytes_per_second <= 0):
+        if self.in_flight < 1 or (self.bytes_per_second is not None and not self.bytes_per_second > 0):
             raise OptionError(f"{self}: no version could ever move")
 
 
@@ -156,7 +156,7 @@ class TransitionPipeline:
         if self._limit.bytes_per_second is not None:
             self._paid_until = max(now, self._paid_until) + destination.nbytes / self._limit.bytes_per_second
         self._in_flight[self._next_ticket] = key
-        self._engine.submit(self._next_ticket, lambda: source.read_into(key, tier, destination))
+        self._engine.submit(self._next_ticket, destination.nbytes, lambda: source.read_into(key, tier, destination))
         self._next_ticket += 1
 
     def _fail(self, key: ExpertKey, error: Exception, now: float, promoting: bool) -> None:

@@ -13,19 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynaexq.core import (
-    LEGAL_MOVES,
-    ExpertKey,
-    ModelShape,
-    Residency,
-    decode_handle,
-    encode_handle,
-)
+from dynaexq.core import LEGAL_MOVES, ExpertKey, Residency, decode_handle, encode_handle
 from dynaexq.device import Device
 from dynaexq.device.base import Bytes
 from dynaexq.residency.arena import ExpertArena, Fill, VersionSource, fill_blocks
 from dynaexq.residency.budget import BudgetTracker
+from dynaexq.residency.layout import PoolPlan
 from dynaexq.residency.pool import BlockPool
+
+Mask = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 
 HIGH, LOW = 0, 1
 """Indexes into the format table, the pools and the layouts."""
@@ -52,33 +48,24 @@ class Entry:
 class VersionedExperts(ExpertArena):
     """All experts at a low or a high tier, within two pools of fixed blocks.
 
-    Args:
-        capacity: high slots by layer (`n_hi`), [layers].
-        keep_low: whether the low version stays resident under a high one (a demotion then copies nothing), or gives its
-            block up (fewer bytes; each pool then has one spare block, since full pools could not exchange anything).
+    The plan says how many blocks each pool has, how many experts of a layer can be high, and whether the low version
+    stays resident under a high one (a demotion then copies nothing) or gives its block up (fewer bytes).
     """
 
     def __init__(
-        self,
-        source: VersionSource,
-        tiers: tuple[str, str],
-        capacity: np.ndarray[tuple[int], np.dtype[np.int64]],
-        device: Device,
-        budget: BudgetTracker,
-        keep_low: bool,
+        self, source: VersionSource, tiers: tuple[str, str], plan: PoolPlan, device: Device, budget: BudgetTracker
     ) -> None:
         """Reserve and allocate the arena. Raises MemoryLimitError when it does not fit the budget."""
         super().__init__(source.shape, [source.format(tier) for tier in tiers])
-        self.capacity = capacity
-        self.keep_low = keep_low
-        counts = pool_counts(self.shape, capacity, keep_low)
-        sizes = [layout.extent_bytes for layout in self.layouts]
+        assert [layout.extent_bytes for layout in self.layouts] == [plan.high_bytes, plan.low_bytes]
+        self.capacity = plan.capacity
+        self.keep_low = plan.keep_low
+        high_end = plan.high_bytes * plan.high_blocks
         self.pools = [
-            BlockPool(0, sizes[HIGH], counts[HIGH]),
-            BlockPool(sizes[HIGH] * counts[HIGH], sizes[LOW], counts[LOW]),
+            BlockPool(0, plan.high_bytes, plan.high_blocks),
+            BlockPool(high_end, plan.low_bytes, plan.low_blocks),
         ]
-        nbytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        self.allocate(nbytes, device, budget)
+        self.allocate(plan.nbytes, device, budget)
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
         self._high_counts = np.zeros(self.shape.layers, np.int64)
@@ -163,7 +150,7 @@ class VersionedExperts(ExpertArena):
             freed += 1
         return freed
 
-    def high_mask(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    def high_mask(self) -> Mask:
         """Experts whose handle is on the high version, [layers, experts]."""
         mask = np.zeros((self.shape.layers, self.shape.experts), np.bool_)
         for key, entry in self.entries.items():
@@ -217,26 +204,27 @@ class VersionedExperts(ExpertArena):
         entry.state = state
 
 
-def pool_counts(
-    shape: ModelShape, capacity: np.ndarray[tuple[int], np.dtype[np.int64]], keep_low: bool
-) -> tuple[int, int]:
-    """Blocks of the high and the low pool for `capacity` high slots by layer."""
-    high, experts = int(capacity.sum()), shape.layers * shape.experts
-    if keep_low:
-        return high, experts
-    spare = 1 if high > 0 else 0
-    return high, experts - high + spare
-
-
 def load_versions(
-    experts: VersionedExperts, source: VersionSource, tiers: tuple[str, str], progress: Callable[[int, int], None]
-) -> None:
-    """Fill both pools at start-up: in each layer the first `capacity` experts start high. Raises StoreError."""
+    experts: VersionedExperts,
+    source: VersionSource,
+    tiers: tuple[str, str],
+    high: Mask,
+    progress: Callable[[int, int], None],
+) -> float:
+    """Fill both pools at start-up, the experts of `high` [layers, experts] high, and put them in force.
+
+    Returns:
+        Bytes per second of the fill: what the source and the link give.
+
+    Raises:
+        StoreError or CheckpointError: a version cannot be read or fails its checksum.
+    """
+    assert (high.sum(1) <= experts.capacity).all()
     fills = []
     for key in experts.shape.expert_keys():
-        high = key.expert < int(experts.capacity[key.layer])
-        for pool in [HIGH] * high + [LOW] * (experts.keep_low or not high):
+        for pool in [HIGH] * bool(high[key]) + [LOW] * bool(experts.keep_low or not high[key]):
             fills.append(Fill(key, tiers[pool], experts.destination(pool, experts.place(key, pool))))
-    fill_blocks(source, fills, progress)
+    bytes_per_second = fill_blocks(source, fills, progress)
     for key in experts.shape.expert_keys():
         experts.settle(key)
+    return bytes_per_second

@@ -56,6 +56,11 @@ class ExpertStore:
     def shape(self) -> ModelShape:
         return self.manifest.shape
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the checkpoint the store was made from."""
+        return self.manifest.fingerprint
+
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier of this store."""
         return self.manifest.format(tier)

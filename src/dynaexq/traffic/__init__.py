@@ -1,5 +1,7 @@
-"""Router traffic: from the token path to the control loop."""
+"""Router traffic: from the token path to the control loop, and to disk."""
 
-from dynaexq.traffic.recorder import RoutedLayer, Traffic, TrafficRecorder
+from dynaexq.traffic.meter import TrafficMeter
+from dynaexq.traffic.profile import TrafficProfile
+from dynaexq.traffic.recorder import RoutedLayer, Traffic, TrafficRecorder, check_signal
 
-__all__ = ["RoutedLayer", "Traffic", "TrafficRecorder"]
+__all__ = ["RoutedLayer", "Traffic", "TrafficMeter", "TrafficProfile", "TrafficRecorder", "check_signal"]

@@ -13,6 +13,12 @@ from dynaexq.core import ModelShape, OptionError
 SIGNALS = ("count", "mass")
 
 
+def check_signal(signal: str) -> None:
+    """Raise OptionError for an unknown hotness signal."""
+    if signal not in SIGNALS:
+        raise OptionError(f"unknown hotness signal '{signal}'; known signals are {', '.join(SIGNALS)}")
+
+
 class RoutedLayer(NamedTuple):
     """One layer of one forward pass: ids [tokens, top_k] and routing weights [tokens, top_k]."""
 
@@ -43,8 +49,7 @@ class TrafficRecorder:
     """
 
     def __init__(self, shape: ModelShape, signal: str) -> None:
-        if signal not in SIGNALS:
-            raise OptionError(f"unknown hotness signal '{signal}'; known signals are {', '.join(SIGNALS)}")
+        check_signal(signal)
         self._shape = shape
         self._signal = signal
         self._windows: deque[_Window] = deque()

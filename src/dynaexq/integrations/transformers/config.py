@@ -11,8 +11,11 @@ from dynaexq.core import OptionError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.store.writer import QUANT_METHOD
+from dynaexq.tuning import Tuning, make_tuning
 
-MODES = ("full", "static", "dynaexq")
+MODES = ("full", "static", "static-map", "dynaexq")
+PAIRED = ("static-map", "dynaexq")
+"""Modes with a high and a low tier."""
 STORE_DECIDES = ("group_size", "quantizer")
 
 
@@ -21,11 +24,16 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Options of one load.
 
     Args:
-        mode: `full` (every expert at the highest tier), `static` (every expert at `tier`), or `dynaexq` (router traffic
-            decides which experts are at `high`, all others are at `low`).
-        high, low: for `dynaexq`; from a store their defaults are its highest and lowest tier.
-        expert_memory: for `dynaexq`: bytes of the expert pools, which decide how many experts can be high.
+        mode: `full` (every expert at the highest tier), `static` (every expert at `tier`), `dynaexq` (router traffic
+            decides which experts are at `high`, all others are at `low`), or `static-map` (the experts that `profile`
+            says are hottest are at `high` for good).
+        high, low: for `dynaexq` and `static-map`; from a store their defaults are its highest and lowest tier.
+        expert_memory: for these two: bytes of the expert pools, which decide how many experts can be high.
+        profile: for `static-map`: file made by `dynaexq calibrate`.
         drive: for `dynaexq`: `thread`, `replay` or `blocking` (see control.py).
+        tuning: for `dynaexq`: values by knob (see tuning.py).
+        state: for `dynaexq`: file that keeps hotness over restarts, read if it is there and written as traffic comes.
+        ranking: for `dynaexq`: file made by `dynaexq calibrate`, for a first start.
         tier: for `static`: bf16, int8, int4, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
@@ -51,7 +59,11 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         high: str | None = None,
         low: str | None = None,
         expert_memory: int | None = None,
+        profile: str | None = None,
         drive: str = "thread",
+        tuning: dict[str, Any] | None = None,
+        state: str | None = None,
+        ranking: str | None = None,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -61,13 +73,19 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError(f"unknown mode '{mode}'; known modes are {', '.join(MODES)}")
         if mode == "full" and tier is not None:
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
-        if mode == "dynaexq":
+        paired = {"high": high, "low": low, "expert_memory": expert_memory}
+        adaptive = {"drive": drive != "thread" or None, "tuning": tuning, "state": state, "ranking": ranking}
+        if mode in PAIRED:
             if tier is not None:
-                raise OptionError("mode 'dynaexq' takes high and low, not tier")
+                raise OptionError(f"mode '{mode}' takes high and low, not tier")
             if expert_memory is None:
-                raise OptionError("mode 'dynaexq' needs expert_memory, which says how many experts can be high")
-        elif high or low or expert_memory is not None or drive != "thread":
-            raise OptionError(f"high, low, expert_memory and drive go with mode 'dynaexq', not '{mode}'")
+                raise OptionError(f"mode '{mode}' needs expert_memory, which says how many experts can be high")
+        else:
+            _refuse(paired, mode, "modes 'dynaexq' and 'static-map'")
+        if mode != "dynaexq":
+            _refuse(adaptive, mode, "mode 'dynaexq'")
+        if (mode == "static-map") != (profile is not None):
+            raise OptionError("mode 'static-map' and a profile go together")
         for name in (tier, high, low):
             if name is not None:
                 tier_format(name)
@@ -83,7 +101,16 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.high = high
         self.low = low
         self.expert_memory = expert_memory
+        self.profile = profile
         self.drive = drive
+        self.tuning = tuning or {}
+        self.state = state
+        self.ranking = ranking
+        self.make_tuning()
+
+    def make_tuning(self) -> Tuning:
+        """The knobs in force. Raises OptionError for unknown, impossible or useless ones."""
+        return make_tuning(self.tuning, self.drive)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed to `from_pretrained` overrides in the config of a prepared directory."""
@@ -98,6 +125,12 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         for name in STORE_DECIDES:
             if getattr(self, name) is not None:
                 raise OptionError(f"{name} was decided when {where} was prepared; leave it out")
+
+
+def _refuse(values: dict[str, Any], mode: str, other: str) -> None:
+    """Raise OptionError if any of the named values is set."""
+    if wrong := [name for name, value in values.items() if value]:
+        raise OptionError(f"{' and '.join(wrong)} go with {other}, not '{mode}'")
 
 
 # Without this, Transformers drops a config passed to from_pretrained when the directory carries one of its own.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,22 +10,16 @@ from typing import Any
 
 from transformers.quantizers import HfQuantizer, register_quantizer
 
-from dynaexq.control import ControlLoop, ControlOptions
 from dynaexq.core import OptionError, StoreError
-from dynaexq.device import CpuDevice
-from dynaexq.device.copies import ThreadCopyEngine
-from dynaexq.formats import TIERS, VersionLayout, tier_rank
-from dynaexq.integrations.transformers.config import DynaExqConfig
+from dynaexq.formats import TIERS, tier_rank
+from dynaexq.integrations.transformers.config import PAIRED, DynaExqConfig
 from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_experts
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
-from dynaexq.kernels import make_kernel
-from dynaexq.plan.memory import high_capacity
 from dynaexq.plan.process import available_memory
-from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
-from dynaexq.residency.transitions import RateLimit, TransitionPipeline
-from dynaexq.residency.versions import VersionedExperts, load_versions
+from dynaexq.residency import BudgetTracker, VersionSource
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.serving import Adaptive, Serving, serve_adaptive, serve_map, serve_uniform
 from dynaexq.store import Checkpoint, ExpertStore
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
@@ -98,33 +90,21 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)
-        runtime = self._versioned(budget) if config.mode == "dynaexq" else self._uniform(budget)
-        bind_experts(model, self.layers, runtime)
+        bind_experts(model, self.layers, self._serve(budget))
 
-    def _uniform(self, budget: BudgetTracker) -> ExpertRuntime:
+    def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config
-        tiers = dict.fromkeys(self.source.shape.expert_keys(), self._tier())
-        experts = ResidentExperts(self.source, tiers, CpuDevice(), budget)
-        try:
-            experts.load(loading_progress.get())
-        finally:
-            self.source.close()
-        return ExpertRuntime(config.mode, experts, make_kernel(config.kernel, experts), budget, None)
-
-    def _versioned(self, budget: BudgetTracker) -> ExpertRuntime:
-        config = self.quantization_config
+        serving = Serving(config.mode, self.source, budget, config.kernel, loading_progress.get())
+        if config.mode not in PAIRED:
+            return serve_uniform(serving, self._tier())
         tiers = self._tier_pair()
         assert config.expert_memory is not None
-        sizes = [VersionLayout.of(self.source.format(tier), self.source.shape.expert).extent_bytes for tier in tiers]
-        capacity = high_capacity(self.source.shape, sizes[0], sizes[1], config.expert_memory)
-        experts = VersionedExperts(self.source, tiers, capacity, CpuDevice(), budget, keep_low=False)
-        load_versions(experts, self.source, tiers, loading_progress.get())
-        wake = threading.Event()
-        engine = ThreadCopyEngine(wake.set)
-        pipeline = TransitionPipeline(experts, self.source, tiers, engine, RateLimit(), warnings.warn)
-        control = ControlLoop(experts, pipeline, ControlOptions(drive=config.drive), wake)
-        control.start()
-        return ExpertRuntime(config.mode, experts, make_kernel(config.kernel, experts), budget, control)
+        if config.mode == "static-map":
+            assert config.profile is not None
+            return serve_map(serving, tiers, config.expert_memory, Path(config.profile))
+        state, ranking = (None if path is None else Path(path) for path in (config.state, config.ranking))
+        adaptive = Adaptive(tiers, config.expert_memory, config.drive, config.make_tuning(), state, ranking)
+        return serve_adaptive(serving, adaptive)
 
     def _tier_pair(self) -> tuple[str, str]:
         config = self.quantization_config
@@ -133,7 +113,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             have = sorted(self.source.manifest.tiers, key=tier_rank)
             high, low = high or have[-1], low or have[0]
         if high is None or low is None:
-            raise OptionError(f"mode 'dynaexq' from a checkpoint needs high and low, of {', '.join(TIERS)}")
+            raise OptionError(f"mode '{config.mode}' from a checkpoint needs high and low, of {', '.join(TIERS)}")
         if tier_rank(high) <= tier_rank(low):
             raise OptionError(f"the high tier {high} is not above the low tier {low}")
         if isinstance(self.source, ExpertStore):

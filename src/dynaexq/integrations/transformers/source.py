@@ -175,6 +175,11 @@ class QuantisingExperts:
         self._group_size = group_size
         self._quantizer = quantizer
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the checkpoint."""
+        return self._experts.checkpoint.fingerprint()
+
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier at the chosen group size."""
         return tier_format(tier, self._group_size)

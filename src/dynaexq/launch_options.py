@@ -1,0 +1,87 @@
+"""What to run and how: the options of every command that loads a model, checked before anything is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynaexq.core import OptionError
+from dynaexq.formats import TIERS, tier_format, tier_rank
+from dynaexq.tuning import Tuning, make_tuning
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODES = ("auto", "full", "static", "static-map", "dynaexq", "blocking", "no-hysteresis")
+ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
+PAIRED = ("static-map", *ADAPTIVE)
+"""Modes with a high and a low tier."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to run a model. `memory` caps the whole process, `expert_memory` the expert pools, in bytes.
+
+    `tune` holds values by knob (see tuning.py); `drive` says what moves versions: `thread`, or `replay` to repeat runs.
+    """
+
+    mode: str = "auto"
+    tier: str | None = None
+    memory: int | None = None
+    expert_memory: int | None = None
+    dtype: str = "float32"
+    high: str | None = None
+    low: str | None = None
+    profile: Path | None = None
+    state: Path | None = None
+    ranking: Path | None = None
+    tune: dict[str, Any] = field(default_factory=dict)
+    drive: str = "thread"
+
+    def check(self) -> None:
+        """Raise OptionError for unknown, conflicting or useless values."""
+        if self.mode not in MODES:
+            raise OptionError(f"unknown mode '{self.mode}'; known modes are {', '.join(MODES)}")
+        if self.dtype not in DTYPES:
+            raise OptionError(f"unknown dtype '{self.dtype}'; known are {', '.join(DTYPES)}")
+        self._check_tiers()
+        self._check_adaptive()
+        if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
+            raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
+
+    def make_tuning(self) -> Tuning:
+        """The knobs in force. Raises OptionError for impossible or useless ones."""
+        drive = "blocking" if self.mode == "blocking" else self.drive
+        return make_tuning(self.tune, drive, hysteresis=self.mode != "no-hysteresis")
+
+    def _check_tiers(self) -> None:
+        if self.tier is not None:
+            tier_format(self.tier)
+            if self.mode != "static":
+                raise OptionError(f"--tier {self.tier} goes with --mode static; mode '{self.mode}' takes no --tier")
+        elif self.mode == "static":
+            raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
+        if (self.high is None) != (self.low is None):
+            raise OptionError("give --high and --low together")
+        if self.high is not None and self.low is not None:
+            if self.mode not in PAIRED:
+                raise OptionError(f"--high and --low go with --mode {' or '.join(PAIRED)}, not '{self.mode}'")
+            tier_format(self.high)
+            tier_format(self.low)
+            if tier_rank(self.high) <= tier_rank(self.low):
+                raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
+
+    def _check_adaptive(self) -> None:
+        if (self.profile is None) != (self.mode != "static-map"):
+            raise OptionError("--mode static-map and --map FILE (made by `dynaexq calibrate`) go together")
+        if self.mode not in ADAPTIVE:
+            for name in ("state", "ranking", "tune"):
+                if getattr(self, name):
+                    raise OptionError(f"--{name} goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
+        for name, path in (("map", self.profile), ("ranking", self.ranking)):
+            if path is not None and not path.is_file():
+                raise OptionError(f"--{name} {path}: no such file; make one with `dynaexq calibrate`")
+        if self.state is not None and (self.state.is_dir() or not self.state.absolute().parent.is_dir()):
+            raise OptionError(f"--state {self.state}: not a file in an existing directory")
+        self.make_tuning()

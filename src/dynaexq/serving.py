@@ -1,0 +1,150 @@
+"""From a version source to a running ExpertRuntime, mode by mode: same arena, handles, kernel and budget in all."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dynaexq.control import ControlLoop
+from dynaexq.core import ExpertKey, StoreError
+from dynaexq.device import CpuDevice
+from dynaexq.device.copies import ThreadCopyEngine
+from dynaexq.formats import VersionLayout
+from dynaexq.kernels import make_kernel
+from dynaexq.policy import pick_hottest
+from dynaexq.policy.hotness import Scores
+from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
+from dynaexq.residency.layout import PoolPlan, plan_pools
+from dynaexq.residency.transitions import TransitionPipeline
+from dynaexq.residency.versions import VersionedExperts, load_versions
+from dynaexq.runtime import ExpertRuntime
+from dynaexq.traffic import TrafficMeter, TrafficProfile
+from dynaexq.tuning import Tuning
+
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What every mode needs."""
+
+    mode: str
+    source: VersionSource
+    budget: BudgetTracker
+    kernel: str
+    progress: LoadProgress
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """How versions move.
+
+    Args:
+        tiers: (high, low).
+        expert_memory: bytes of both pools.
+        drive: see control.py.
+        state: traffic profile that is read at the start, if there, and kept up to date: hotness over restarts.
+        ranking: traffic profile for a first start without state.
+    """
+
+    tiers: tuple[str, str]
+    expert_memory: int
+    drive: str = "thread"
+    tuning: Tuning = field(default_factory=Tuning)
+    state: Path | None = None
+    ranking: Path | None = None
+
+
+def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
+    """Every expert at `tier`. Raises StoreError, CheckpointError or MemoryLimitError."""
+    return _serve_resident(serving, dict.fromkeys(serving.source.shape.expert_keys(), tier))
+
+
+def serve_map(serving: Serving, tiers: tuple[str, str], expert_memory: int, profile: Path) -> ExpertRuntime:
+    """The experts that `profile` says are hottest at the high tier for good, the others at the low one.
+
+    Raises:
+        StoreError: the profile is damaged or of another model; see serve_uniform.
+    """
+    source = serving.source
+    loaded = TrafficProfile.load(profile, source.fingerprint, source.shape)
+    plan = plan_for(source, tiers, expert_memory, "replace", 0)
+    high = pick_hottest(loaded.sums, plan.capacity)
+    runtime = _serve_resident(serving, {key: tiers[0 if high[key] else 1] for key in source.shape.expert_keys()})
+    runtime.listener = TrafficMeter(source.shape)
+    return runtime
+
+
+def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
+    """Router traffic decides which experts are high.
+
+    Raises:
+        StoreError: the ranking is damaged or of another model; see serve_uniform. Such a state is only warned of.
+    """
+    source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
+    known = _read_state(adaptive, source)
+    plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
+    experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
+    sums = known.sums if known else np.zeros((source.shape.layers, source.shape.experts))
+    link = load_versions(experts, source, tiers, pick_hottest(sums, plan.capacity), serving.progress)
+    wake = threading.Event()
+    engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
+    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(link), warnings.warn)
+    save = StateSaver(adaptive.state, source.fingerprint, tuning.signal).save if adaptive.state else None
+    control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
+    control.hotness.restore(sums)
+    control.start()
+    return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
+
+
+class StateSaver:
+    """Writes hotness to a file; what goes wrong is a warning, once, for serving goes on."""
+
+    def __init__(self, path: Path, fingerprint: str, signal: str) -> None:
+        self._path = path
+        self._fingerprint = fingerprint
+        self._signal = signal
+        self._warned = False
+
+    def save(self, sums: Scores, routed: int) -> None:
+        """Replace the file by hotness [layers, experts] from `routed` router selections."""
+        try:
+            TrafficProfile.of(self._fingerprint, self._signal, sums, routed, []).save(self._path)
+        except StoreError as error:
+            if not self._warned:
+                warnings.warn(f"hotness is not kept: {error}", stacklevel=2)
+            self._warned = True
+
+
+def plan_for(
+    source: VersionSource, tiers: tuple[str, str], expert_memory: int, layout: str, spare: int | None
+) -> PoolPlan:
+    """Pools of (high, low) versions of `source` within `expert_memory` bytes."""
+    high, low = (VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes for tier in tiers)
+    return plan_pools(source.shape, high, low, expert_memory, layout, spare)
+
+
+def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertRuntime:
+    experts = ResidentExperts(serving.source, tiers, CpuDevice(), serving.budget)
+    try:
+        experts.load(serving.progress)
+    finally:
+        serving.source.close()
+    return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, None)
+
+
+def _read_state(adaptive: Adaptive, source: VersionSource) -> TrafficProfile | None:
+    """Hotness to start from: the state's, else the ranking's, else none."""
+    ranking = adaptive.ranking and TrafficProfile.load(adaptive.ranking, source.fingerprint, source.shape)
+    if adaptive.state is None or not adaptive.state.exists():
+        return ranking or None
+    try:
+        return TrafficProfile.load(adaptive.state, source.fingerprint, source.shape)
+    except StoreError as error:
+        warnings.warn(f"{error}; it is ignored, and replaced as traffic comes", stacklevel=2)
+        return ranking or None

@@ -1,0 +1,143 @@
+"""Every knob of online precision, by the names people type: `--tune alpha=0.8`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
+
+from dynaexq.control import ControlOptions
+from dynaexq.core import OptionError
+from dynaexq.policy import HotnessOptions, SelectionOptions
+from dynaexq.residency.layout import check_layout
+from dynaexq.residency.transitions import RateLimit
+
+GIGABYTE = 1e9
+LINK_SHARE = 0.8
+"""Of the measured link that background copies may take, unless chosen: the rest is slack for everything else."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Knobs of mode `dynaexq` and its ablations; None means the default that the comment names.
+
+    Args:
+        signal: `count` (router selections, the paper's signal) or `mass` (routed probability).
+        alpha: weight of the past in the moving average of hotness.
+        prefill_weight: what a routed token of a prefill counts, where one of a decode step counts 1.
+        margin: share of a layer's traffic by which an outsider must beat a member to replace it.
+        rank_slack: ranks by which it must, in addition.
+        first_interval, interval: seconds between updates (`T_u`): the first, then doubling up to `interval`.
+        every_windows: forward passes between updates, where updates go by passes (evaluation).
+        layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
+            low version stays: a demotion copies nothing).
+        spare: spare low blocks of the layout `replace`; default: as many as copies in flight, at most 2 % of experts.
+        in_flight: copies queued at once.
+        rate_gbps: gigabytes per second of background copies; default 80 % of what loading measured.
+        link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.
+    """
+
+    signal: str = "count"
+    alpha: float = HotnessOptions.alpha
+    prefill_weight: float = HotnessOptions.prefill_weight
+    margin: float = 0.002
+    rank_slack: int = 0
+    first_interval: float = ControlOptions.first_interval
+    interval: float = ControlOptions.interval
+    every_windows: int = ControlOptions.every_windows
+    layout: str = "replace"
+    spare: int | None = None
+    in_flight: int = RateLimit.in_flight
+    rate_gbps: float | None = None
+    link_gbps: float | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for unknown or impossible values."""
+        self.control("thread").check()
+        self.rate(1.0).check()
+        check_layout(self.layout, self.spare)
+        if self.link_gbps is not None and not self.link_gbps > 0:
+            raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
+
+    def control(self, drive: str) -> ControlOptions:
+        """Options of the control loop."""
+        return ControlOptions(
+            drive=drive,
+            first_interval=self.first_interval,
+            interval=self.interval,
+            every_windows=self.every_windows,
+            signal=self.signal,
+            hotness=HotnessOptions(self.alpha, self.prefill_weight),
+            selection=SelectionOptions(self.margin, self.rank_slack),
+        )
+
+    def rate(self, link_bytes_per_second: float) -> RateLimit:
+        """Bounds on background copies over a link that was measured at `link_bytes_per_second`."""
+        link = min(link_bytes_per_second, self.link_bytes_per_second or float("inf"))
+        chosen = LINK_SHARE * link if self.rate_gbps is None else self.rate_gbps * GIGABYTE
+        return RateLimit(chosen, self.in_flight)
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """What copies are slowed down to; None: nothing."""
+        return None if self.link_gbps is None else self.link_gbps * GIGABYTE
+
+    def changed(self) -> dict[str, Any]:
+        """The knobs that are not at their default: `Tuning(**changed())` is the same tuning."""
+        pairs = ((name, getattr(self, name)) for name in KNOBS)
+        return {name: value for name, value in pairs if value != getattr(Tuning(), name)}
+
+    def without_hysteresis(self) -> Tuning:
+        """Plain top-n: the ablation `no-hysteresis`."""
+        return replace(self, margin=0.0, rank_slack=0)
+
+
+KNOBS = tuple(field.name for field in fields(Tuning))
+THREAD_KNOBS = ("first_interval", "interval")
+REPLAY_KNOBS = ("every_windows",)
+HYSTERESIS_KNOBS = ("margin", "rank_slack")
+
+
+def parse_tuning(settings: Sequence[str]) -> dict[str, Any]:
+    """Values by knob from `NAME=VALUE` texts. Raises OptionError for what is unknown, repeated or no number."""
+    kinds = get_type_hints(Tuning)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name not in kinds:
+            raise OptionError(f"--tune {setting}: write NAME=VALUE, with a name of {', '.join(KNOBS)}")
+        if name in values:
+            raise OptionError(f"--tune {name} is given twice")
+        values[name] = _convert(name, text, kinds[name])
+    return values
+
+
+def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> Tuning:
+    """Checked knobs for a drive.
+
+    Raises:
+        OptionError: an impossible value, or one that would do nothing under this drive or without hysteresis.
+    """
+    idle = THREAD_KNOBS if drive == "replay" else REPLAY_KNOBS
+    for name in values:
+        if name not in KNOBS:
+            raise OptionError(f"unknown knob {name!r}; known are {', '.join(KNOBS)}")
+        if name in idle:
+            other = "every_windows" if drive == "replay" else "interval"
+            raise OptionError(f"{name} does nothing here, where updates go by another clock; use {other}")
+        if name in HYSTERESIS_KNOBS and not hysteresis:
+            raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
+    tuning = Tuning(**values)
+    tuning = tuning if hysteresis else tuning.without_hysteresis()
+    tuning.check()
+    return tuning
+
+
+def _convert(name: str, text: str, kind: Any) -> Any:
+    for number in (int, float):
+        if kind in (number, number | None):
+            try:
+                return number(text)
+            except ValueError:
+                raise OptionError(f"--tune {name}={text}: not {'a whole' if number is int else 'a'} number") from None
+    return text

@@ -94,7 +94,7 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     link = load_versions(experts, source, tiers, pick_hottest(sums, plan.capacity), serving.progress)
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
-    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(link), warnings.warn)
+    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal).save if adaptive.state else None
     control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
     control.hotness.restore(sums)

@@ -25,7 +25,7 @@ class Tuning:
         signal: `count` (router selections, the paper's signal) or `mass` (routed probability).
         alpha: weight of the past in the moving average of hotness.
         prefill_weight: what a routed token of a prefill counts, where one of a decode step counts 1.
-        margin: share of a layer's traffic by which an outsider must beat a member to replace it.
+        margin: by how much an outsider must beat a member to replace it, in units of an average expert's traffic.
         rank_slack: ranks by which it must, in addition.
         first_interval, interval: seconds between updates (`T_u`): the first, then doubling up to `interval`.
         every_windows: forward passes between updates, where updates go by passes (evaluation).
@@ -33,14 +33,14 @@ class Tuning:
             low version stays: a demotion copies nothing).
         spare: spare low blocks of the layout `replace`; default: as many as copies in flight, at most 2 % of experts.
         in_flight: copies queued at once.
-        rate_gbps: gigabytes per second of background copies; default 80 % of what loading measured.
+        rate_gbps: gigabytes per second of copies in the background; default 80 % of what loading measured.
         link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.
     """
 
     signal: str = "count"
     alpha: float = HotnessOptions.alpha
     prefill_weight: float = HotnessOptions.prefill_weight
-    margin: float = 0.002
+    margin: float = 0.05
     rank_slack: int = 0
     first_interval: float = ControlOptions.first_interval
     interval: float = ControlOptions.interval
@@ -54,7 +54,7 @@ class Tuning:
     def check(self) -> None:
         """Raise OptionError for unknown or impossible values."""
         self.control("thread").check()
-        self.rate(1.0).check()
+        self.rate("thread", 1.0).check()
         check_layout(self.layout, self.spare)
         if self.link_gbps is not None and not self.link_gbps > 0:
             raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
@@ -71,8 +71,10 @@ class Tuning:
             selection=SelectionOptions(self.margin, self.rank_slack),
         )
 
-    def rate(self, link_bytes_per_second: float) -> RateLimit:
-        """Bounds on background copies over a link that was measured at `link_bytes_per_second`."""
+    def rate(self, drive: str, link_bytes_per_second: float) -> RateLimit:
+        """Bounds on copies over a link that was measured at `link_bytes_per_second`; a rate only in the background."""
+        if drive != "thread":
+            return RateLimit(None, self.in_flight)
         link = min(link_bytes_per_second, self.link_bytes_per_second or float("inf"))
         chosen = LINK_SHARE * link if self.rate_gbps is None else self.rate_gbps * GIGABYTE
         return RateLimit(chosen, self.in_flight)
@@ -93,8 +95,13 @@ class Tuning:
 
 
 KNOBS = tuple(field.name for field in fields(Tuning))
-THREAD_KNOBS = ("first_interval", "interval")
-REPLAY_KNOBS = ("every_windows",)
+IDLE_KNOBS = {
+    "thread": ("every_windows",),
+    "blocking": ("every_windows", "rate_gbps"),
+    "replay": ("first_interval", "interval", "rate_gbps", "link_gbps"),
+}
+"""Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
+
 HYSTERESIS_KNOBS = ("margin", "rank_slack")
 
 
@@ -118,13 +125,11 @@ def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> 
     Raises:
         OptionError: an impossible value, or one that would do nothing under this drive or without hysteresis.
     """
-    idle = THREAD_KNOBS if drive == "replay" else REPLAY_KNOBS
     for name in values:
         if name not in KNOBS:
             raise OptionError(f"unknown knob {name!r}; known are {', '.join(KNOBS)}")
-        if name in idle:
-            other = "every_windows" if drive == "replay" else "interval"
-            raise OptionError(f"{name} does nothing here, where updates go by another clock; use {other}")
+        if name in IDLE_KNOBS.get(drive, ()):
+            raise OptionError(f"{name} does nothing here (versions are moved by drive '{drive}'); leave it out")
         if name in HYSTERESIS_KNOBS and not hysteresis:
             raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
     tuning = Tuning(**values)

@@ -34,7 +34,7 @@ class HotnessOptions:
 
 
 class Hotness:
-    """Scores [layers, experts], each layer's share of traffic: a layer sums to 1 once it has seen any."""
+    """Scores [layers, experts] in units of a layer's average expert: a layer's mean is 1 once it has seen traffic."""
 
     def __init__(self, layers: int, experts: int, options: HotnessOptions) -> None:
         options.check()
@@ -48,10 +48,10 @@ class Hotness:
 
     @property
     def scores(self) -> Scores:
-        """Share of its layer's traffic for every expert, [layers, experts]."""
-        totals = self._sums.sum(1, keepdims=True)
-        shares: Scores = np.divide(self._sums, totals, out=np.zeros_like(self._sums), where=totals > 0)
-        return shares
+        """Traffic of every expert over the mean of its layer, [layers, experts]."""
+        means = self._sums.mean(1, keepdims=True)
+        scores: Scores = np.divide(self._sums, means, out=np.zeros_like(self._sums), where=means > 0)
+        return scores
 
     def restore(self, sums: Scores) -> None:
         """Continue from saved sums [layers, experts]."""

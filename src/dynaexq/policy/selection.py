@@ -19,8 +19,8 @@ class SelectionOptions:
     """Hysteresis against thrash; zeros mean plain top-n.
 
     Args:
-        margin: an outsider replaces a member only if its score is above the member's by more than this (scores are
-            shares of a layer's traffic).
+        margin: an outsider replaces a member only if its score is above the member's by more than this (a score
+            of 1 is the traffic of a layer's average expert).
         rank_slack: and only if the outsider ranks this far inside the top n, and the member this far outside.
     """
 

@@ -1,0 +1,314 @@
+"""Online precision against static maps at equal bytes, on the embedded model.
+
+    python -m benchmarks.adaptive [--quick] [--texts DIR] [--jobs N] [--json FILE|-] [--readme FILE]
+
+A stream of three workloads (text, then math, then code) goes through every variant, one window set per forward pass and
+one update of the high set after each. Per cell (tiers, share of experts that can be high) all variants have the same
+bytes. Perplexity, KL to bf16 and paired differences, 95 % intervals by bootstrap over documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.adaptive_report import render, replace_table
+from benchmarks.machine import THREADS, describe_run, save
+from benchmarks.workloads import Workload, read_workloads
+from dynaexq.evaluate.divergence import Scores, compare_models
+from dynaexq.evaluate.intervals import bootstrap_mean
+from dynaexq.formats import DEFAULT_QUANTIZER, VersionLayout, tier_rank
+from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
+from dynaexq.integrations.transformers.loading import load_model, load_tokenizer, open_experts, quiet_transformers
+from dynaexq.launch import EMBEDDED_MODEL
+from dynaexq.residency.layout import default_spare
+from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
+from dynaexq.traffic import TrafficMeter, TrafficProfile
+
+TOKENS, BATCH = 512, 4
+PASSES = 34
+"""Forward passes, and updates, of each phase; with BATCH windows of TOKENS tokens each: 69,632 tokens a phase."""
+
+UNIFORM = ("int1", "int2", "int4", "int8", "bf16")
+SHARES = {
+    ("bf16", "int1"): (0.1, 0.25, 0.5),
+    ("int4", "int1"): (0.05, 0.1, 0.25, 0.5, 0.75),
+    ("int4", "int2"): (0.1, 0.25, 0.5, 0.75),
+}
+EXTRA_AT = 0.25
+"""The share at which the other layout and faster forgetting are run, too."""
+
+
+class Cell(NamedTuple):
+    """One comparison: tiers, the share of experts that can be high, quantiser of the store."""
+
+    high: str
+    low: str
+    share: float
+    quantizer: str
+
+    @property
+    def name(self) -> str:
+        """For people and for JSON."""
+        suffix = "" if self.quantizer == DEFAULT_QUANTIZER else f" ({self.quantizer})"
+        return f"{self.high}/{self.low}{suffix} {100 * self.share:g} %"
+
+
+CELLS = [Cell(*pair, share, DEFAULT_QUANTIZER) for pair, shares in SHARES.items() for share in shares]
+CELLS.append(Cell("bf16", "int1", EXTRA_AT, "rtn"))
+QUICK_CELLS = [Cell("int4", "int1", 0.5, DEFAULT_QUANTIZER)]
+
+
+class Job(NamedTuple):
+    """What one process computes."""
+
+    cells: list[Cell]
+    stores: dict[str, Path]
+    texts: Path | None
+    passes: int
+    batch: int
+    threads: int
+
+
+def main() -> None:
+    """Run the comparison."""
+    arguments = _parse()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    quiet_transformers()
+    cells = QUICK_CELLS if arguments.quick else CELLS
+    passes, batch = (2, 1) if arguments.quick else (PASSES, BATCH)
+    with tempfile.TemporaryDirectory() as directory:
+        stores = _prepare(Path(directory), cells)
+        jobs = min(arguments.jobs, len(cells))
+        parts = [Job(cells[n::jobs], stores, arguments.texts, passes, batch, THREADS // jobs) for n in range(jobs)]
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            results = pool.map(compare, parts, chunksize=1)
+    found = {name: cell for result in results for name, cell in result["cells"].items()}
+    result = {
+        "run": describe_run(),
+        "passes": passes,
+        "tokens_per_pass": batch * (TOKENS - 1),
+        "files": results[0]["files"],
+        "documents": results[0]["documents"],
+        "full": results[0]["full"],
+        "cells": {cell.name: found[cell.name] for cell in cells},
+    }
+    save(result, arguments.json)
+    table = render(result)
+    if arguments.readme:
+        replace_table(Path(arguments.readme), table)
+    if arguments.json != "-":
+        print(table)
+
+
+def compare(job: Job) -> dict[str, Any]:
+    """All variants of the job's cells over the whole stream."""
+    torch.set_num_threads(job.threads)
+    quiet_transformers()
+    workloads = read_workloads(load_tokenizer(EMBEDDED_MODEL), job.texts, job.passes * job.batch, TOKENS)
+    reference = load_model(job.stores[DEFAULT_QUANTIZER], DynaExqConfig(mode="full"), torch.float32)
+    models: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        profiles = _calibrate(reference, workloads, job.stores[DEFAULT_QUANTIZER], Path(directory))
+        for quantizer, tier in sorted({(cell.quantizer, tier) for cell in job.cells for tier in _uniforms(cell, job)}):
+            config = DynaExqConfig(mode="static", tier=tier)
+            models[f"{quantizer} {tier}"] = load_model(job.stores[quantizer], config, torch.float32)
+        for cell in job.cells:
+            for name, config in _variants(cell, job.stores[cell.quantizer], profiles).items():
+                models[f"{cell.name} {name}"] = load_model(job.stores[cell.quantizer], config, torch.float32)
+    windows = torch.cat([each.windows for each in workloads.values()])
+    moved: dict[str, list[int]] = {name: [] for name in models}
+
+    def progress(done: int, total: int) -> None:
+        for name, model in models.items():
+            moved[name].append(runtime_of(model).counters.bytes_moved)
+        print(f"{job.cells[0].name} and more: {done}/{total} windows", file=sys.stderr)
+
+    scores = compare_models(reference, models, windows, job.batch, progress)
+    stream = Stream(workloads, job.batch)
+    return {
+        "files": {name: each.files for name, each in workloads.items()},
+        "documents": {name: len(set(each.documents)) for name, each in workloads.items()},
+        "full": stream.summary(scores["reference"]),
+        "cells": {
+            cell.name: _describe(cell, ExpertStore.open(job.stores[cell.quantizer]), stream, scores, models, moved)
+            for cell in job.cells
+        },
+    }
+
+
+class Stream:
+    """The windows of all workloads in a row: which belong to which phase and document."""
+
+    def __init__(self, workloads: dict[str, Workload], batch: int) -> None:
+        self.batch = batch
+        counts = [len(each.documents) for each in workloads.values()]
+        edges = np.cumsum([0, *counts])
+        self.phases = {
+            name: np.arange(start, end) for name, start, end in zip(workloads, edges, edges[1:], strict=False)
+        }
+        offsets = np.cumsum([0] + [int(each.documents.max()) + 1 for each in workloads.values()])
+        pairs = zip(workloads.values(), offsets, strict=False)
+        self.documents = np.concatenate([each.documents + offset for each, offset in pairs])
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Windows by what is reported: the stream, its phases, and the second half of each phase, warmed up."""
+        halves = {f"{name} warm": windows[len(windows) // 2 :] for name, windows in self.phases.items()}
+        return {"stream": np.arange(len(self.documents)), **self.phases, **halves}
+
+    def interval(self, sums: Any, tokens: Any, windows: Any) -> dict[str, float]:
+        """Mean per token and its 95 % interval over the documents of `windows`."""
+        _, owner = np.unique(self.documents[windows], return_inverse=True)
+        return bootstrap_mean(np.bincount(owner, sums[windows]), np.bincount(owner, tokens[windows]))._asdict()
+
+    def summary(self, scores: Scores) -> dict[str, Any]:
+        """Loss and KL of one variant, by part."""
+        losses, divergences, tokens = scores.arrays()
+        return {
+            part: {
+                "loss": self.interval(losses, tokens, windows),
+                "kl": self.interval(divergences, tokens, windows),
+            }
+            for part, windows in self.parts.items()
+        }
+
+    def paired(self, scores: Scores, other: Scores) -> dict[str, Any]:
+        """Loss and KL of `scores` minus those of `other`, by part: negative where `scores` is better."""
+        losses, divergences, tokens = scores.arrays()
+        other_losses, other_divergences, _ = other.arrays()
+        return {
+            part: {
+                "loss": self.interval(losses - other_losses, tokens, windows),
+                "kl": self.interval(divergences - other_divergences, tokens, windows),
+            }
+            for part, windows in self.parts.items()
+        }
+
+
+def _describe(
+    cell: Cell,
+    opened: ExpertStore,
+    stream: Stream,
+    scores: dict[str, Scores],
+    models: dict[str, Any],
+    moved: dict[str, list[int]],
+) -> dict[str, Any]:
+    mine = {name.removeprefix(f"{cell.name} "): each for name, each in scores.items() if name.startswith(cell.name)}
+    budget, uniform = _budget(cell, opened), _uniform(cell, opened)
+    fixed = {"static low": f"{cell.quantizer} {cell.low}", "uniform": f"{cell.quantizer} {uniform}"}
+    high = "reference" if cell.high == "bf16" else f"{cell.quantizer} {cell.high}"
+    mine |= {name: scores[key] for name, key in {**fixed, "all high": high}.items()}
+    online = {name: models[f"{cell.name} {name}"] for name in mine if f"{cell.name} {name}" in models}
+    return {
+        "bytes": budget,
+        "uniform_tier": uniform,
+        "expert_bytes": {name: runtime_of(model).experts.expert_bytes for name, model in online.items()},
+        "quality": {name: stream.summary(each) for name, each in mine.items()},
+        "against": {name: stream.paired(mine["dynaexq"], each) for name, each in mine.items() if name != "dynaexq"},
+        "moved_by_pass": {
+            name: moved[f"{cell.name} {name}"] for name in online if moved[f"{cell.name} {name}"][-1] > 0
+        },
+        "waits": {name: runtime_of(model).counters.waits for name, model in online.items()},
+        "promotions": {name: runtime_of(model).counters.promotions for name, model in online.items()},
+        "hot_share_high": {name: runtime_of(model).hot_share_high for name, model in online.items()},
+        "kl_by_pass": {name: _by_pass(each, stream.batch) for name, each in mine.items()},
+    }
+
+
+def _by_pass(scores: Scores, batch: int) -> list[float]:
+    """KL per token of each forward pass."""
+    _, divergences, tokens = scores.arrays()
+    starts = np.arange(0, len(tokens), batch)
+    kl: list[float] = (np.add.reduceat(divergences, starts) / np.add.reduceat(tokens, starts)).tolist()
+    return kl
+
+
+def _variants(cell: Cell, store: Path, profiles: dict[str, Path]) -> dict[str, DynaExqConfig]:
+    common = {"high": cell.high, "low": cell.low, "expert_memory": _budget(cell, ExpertStore.open(store))}
+
+    def online(**tuning: Any) -> DynaExqConfig:
+        return DynaExqConfig(mode="dynaexq", drive="replay", tuning=tuning, **common)
+
+    maps = {
+        f"map of {name}": DynaExqConfig(mode="static-map", profile=str(path), **common)
+        for name, path in profiles.items()
+    }
+    extra = {"alpha 0.5": online(alpha=0.5), "signal mass": online(signal="mass"), "layout keep": online(layout="keep")}
+    return {
+        **maps,
+        "dynaexq": online(),
+        "no-hysteresis": online(margin=0.0),
+        **(extra if cell.share == EXTRA_AT and cell.quantizer == DEFAULT_QUANTIZER else {}),
+    }
+
+
+def _size(opened: ExpertStore, tier: str) -> int:
+    return VersionLayout.of(opened.format(tier), opened.shape.expert).extent_bytes
+
+
+def _budget(cell: Cell, opened: ExpertStore) -> int:
+    """Bytes of the cell: what `dynaexq` takes with its share of experts high."""
+    total = opened.shape.layers * opened.shape.experts
+    slots = round(total * cell.share)
+    return slots * _size(opened, cell.high) + (total - slots + default_spare(opened.shape)) * _size(opened, cell.low)
+
+
+def _uniform(cell: Cell, opened: ExpertStore) -> str:
+    """The best tier that all experts fit at in the cell's bytes."""
+    experts, budget = opened.shape.layers * opened.shape.experts, _budget(cell, opened)
+    return max((tier for tier in UNIFORM if _size(opened, tier) * experts <= budget), key=tier_rank)
+
+
+def _uniforms(cell: Cell, job: Job) -> set[str]:
+    """Tiers at which all experts are run, besides the reference."""
+    return {cell.low, cell.high, _uniform(cell, ExpertStore.open(job.stores[cell.quantizer]))} - {"bf16"}
+
+
+def _calibrate(reference: Any, workloads: dict[str, Workload], store: Path, target: Path) -> dict[str, Path]:
+    """Profiles of each workload, on the very windows it is evaluated on (oracles), and of the whole stream."""
+    opened, runtime = ExpertStore.open(store), runtime_of(reference)
+    sums = {}
+    for name, workload in workloads.items():
+        runtime.listener = meter = TrafficMeter(opened.shape)
+        with torch.inference_mode():
+            for start in range(0, len(workload.windows), BATCH):
+                reference.model(workload.windows[start : start + BATCH], use_cache=False)
+        sums[name] = meter.sums
+    runtime.listener = None
+    sums["stream"] = np.sum(list(sums.values()), 0)
+    paths = {name: target / f"{name}.json" for name in sums}
+    for name, path in paths.items():
+        TrafficProfile.of(opened.fingerprint, "count", sums[name], int(sums[name].sum()), [name]).save(path)
+    return paths
+
+
+def _prepare(directory: Path, cells: list[Cell]) -> dict[str, Path]:
+    stores = {name: directory / name for name in {DEFAULT_QUANTIZER} | {cell.quantizer for cell in cells}}
+    for quantizer, root in stores.items():
+        options = PrepareOptions(UNIFORM, 64, quantizer)
+        prepare_store(open_experts(EMBEDDED_MODEL)[1], root, options, lambda *_: None)
+        print(f"prepared {quantizer}", file=sys.stderr)
+    return stores
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one cell, four passes a phase")
+    parser.add_argument("--texts", type=Path, help="directory with the texts that are not shipped")
+    parser.add_argument("--jobs", type=int, default=THREADS, choices=(1, THREADS), help="processes of one thread each")
+    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
+    parser.add_argument("--readme", metavar="FILE", help="replace the table between the markers of this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

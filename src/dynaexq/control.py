@@ -98,7 +98,7 @@ class ControlLoop:
         """Called on the token path as a window opens: waits in the drive `blocking` only."""
         if self._failure is not None:
             raise self._failure
-        if self.options.drive == "blocking":
+        if self.options.drive == "blocking" and not self._closing.is_set():
             start = time.monotonic()
             self._turn(start)
             if self.pipeline.busy:
@@ -108,6 +108,8 @@ class ControlLoop:
 
     def after_window(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         """Called on the token path as a window closes: hands its traffic over."""
+        if self._closing.is_set():
+            return
         self.recorder.add(layers, prefill, high)
         self._windows += 1
         if self.options.drive == "thread":
@@ -118,11 +120,14 @@ class ControlLoop:
             self._settle()
 
     def close(self) -> None:
-        """Stop the thread and add up the last traffic."""
+        """Stop moving versions, add up the last traffic, and save hotness; further calls do nothing."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        self.pipeline.close()
         self._collect()
         if self._save:
             self._save(self.hotness.sums, int(self.routed))
@@ -135,12 +140,21 @@ class ControlLoop:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                waiting = POLL_SECONDS if self.pipeline.busy else self._interval
-                self._wake.wait(waiting)
+                self._wake.wait(self._seconds_to_wait())
                 self._wake.clear()
                 self._turn(time.monotonic())
         except Exception as error:
             self._failure = error
+
+    def _seconds_to_wait(self) -> float:
+        """Until the next update, unless a copy ends, or something may be reclaimed or started, before."""
+        now = time.monotonic()
+        waiting = self._interval if self._next_tick is None else max(0.0, self._next_tick - now)
+        if self.pipeline.reclaiming:
+            waiting = min(waiting, POLL_SECONDS)
+        if (start := self.pipeline.next_try()) is not None:
+            waiting = min(waiting, max(0.0, start - now))
+        return waiting
 
     def _turn(self, now: float) -> None:
         """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic."""

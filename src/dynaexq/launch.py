@@ -103,6 +103,11 @@ class Opened:
             self.skeleton, self.source = open_experts(self.root)
         self.tokenizer = load_tokenizer(self.root)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the checkpoint the model comes from."""
+        return self.store.fingerprint if self.store else self.source.checkpoint.fingerprint()  # type: ignore[union-attr]
+
     def plan(self, options: LaunchOptions, work: Workload) -> MemoryPlan:
         """Choose mode and tier within the limits, or raise MemoryLimitError with the floor."""
         options.check()
@@ -112,9 +117,9 @@ class Opened:
         limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
-        mode = "auto" if options.mode in PAIRED else options.mode
+        mode = "auto" if options.mode in ("uniform", *PAIRED) else options.mode
         plan = choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, mode, PROCESS_JITTER)
-        if options.mode in ("full", "static") or (options.mode == "auto" and plan.mode == "full"):
+        if options.mode in ("full", "static", "uniform") or (options.mode == "auto" and plan.mode == "full"):
             return plan
         return self._add_high(options, plan, group_size)
 

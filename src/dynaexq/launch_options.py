@@ -13,7 +13,7 @@ from dynaexq.formats import TIERS, tier_format, tier_rank
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODES = ("auto", "full", "static", "static-map", "dynaexq", "blocking", "no-hysteresis")
+MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis")
 ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
 PAIRED = ("static-map", *ADAPTIVE)
 """Modes with a high and a low tier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,9 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
     control.hotness.restore(sums)
     control.start()
-    return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
+    runtime = ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
+    weakref.finalize(runtime, control.close)  # when the model is dropped, or at exit: threads end, hotness is kept
+    return runtime
 
 
 class StateSaver:

@@ -79,16 +79,16 @@ def test_rank_slack_keeps_neighbours_of_the_border() -> None:
     assert select_high(scores, current, capacity, SelectionOptions()).tolist() == [[True, True, False, False, False]]
 
 
-def test_hotness_is_the_papers_average_as_a_share() -> None:
+def test_hotness_is_the_papers_average_over_the_mean_of_its_layer() -> None:
     hotness = Hotness(1, 2, HotnessOptions(alpha=0.5, prefill_weight=0.25))
     assert hotness.scores.tolist() == [[0, 0]]
     hotness.update(np.array([[8.0, 0.0]]), np.array([[0.0, 2.0]]))
-    assert hotness.scores.tolist() == [[0.5, 0.5]]
+    assert hotness.scores.tolist() == [[1.0, 1.0]]
     hotness.update(np.zeros((1, 2)), np.array([[0.0, 3.0]]))
-    assert hotness.scores.tolist() == [[0.2, 0.8]]
+    assert hotness.scores.tolist() == [[0.4, 1.6]]
     other = Hotness(1, 2, HotnessOptions())
     other.restore(hotness.sums)
-    assert other.scores.tolist() == [[0.2, 0.8]]
+    assert other.scores.tolist() == [[0.4, 1.6]]
 
 
 def test_options_out_of_range() -> None:

@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from dynaexq import __version__
+from dynaexq.cli.calibrate import calibrate
 from dynaexq.cli.evaluate import evaluate
 from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
 from dynaexq.cli.prepare import prepare
+from dynaexq.cli.probe import probe
 from dynaexq.native import limit_malloc
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app.command()(prepare)
 app.command()(inspect)
 app.command()(generate)
 app.command()(evaluate)
+app.command()(calibrate)
+app.command()(probe)
 
 
 @app.callback(invoke_without_command=True)

@@ -25,9 +25,10 @@ DemoOption = Annotated[bool, typer.Option("--demo", help="Use the embedded model
 ModeOption = Annotated[
     str,
     typer.Option(
-        help="full: every expert at the highest tier; static: at --tier; dynaexq: router traffic decides which experts "
-        "get the higher of two tiers; static-map: those that --map says, for good; auto: what fits best. To compare: "
-        "blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain top-n)."
+        help="full: every expert at the highest tier; static: at --tier; uniform: at the best tier that fits; dynaexq: "
+        "router traffic decides which experts get the higher of two tiers; static-map: those --map says, for good; "
+        "auto: what fits best. To compare: blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain "
+        "top-n)."
     ),
 ]
 TierOption = Annotated[
@@ -112,7 +113,7 @@ def read_request(
     )
     options.check()
     name = pick_model(model, demo)
-    if demo and mode in ("auto", *PAIRED) and memory is None and expert_memory is None:
+    if demo and mode in ("auto", "uniform", *PAIRED) and memory is None and expert_memory is None:
         options = replace(options, expert_memory=DEMO_EXPERT_MEMORY)
     return Request(name, options)
 

@@ -48,6 +48,7 @@ std::size_t pin(HandleTable& table, Words out) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // threads that serve until the process ends hold tables then
   nb::register_exception_translator(
       [](const std::exception_ptr& raised, void*) {
         try {

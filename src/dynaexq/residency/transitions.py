@@ -74,7 +74,7 @@ class TransitionPipeline:
         self._deferred: set[ExpertKey] = set()
         self._retry: dict[ExpertKey, tuple[float, float]] = {}  # not before, next back-off
         self._next_ticket = 0
-        self._paid_until = 0.0
+        self._paid_until = self._stepped = 0.0
 
     def want(self, wanted: np.ndarray[Any, np.dtype[np.bool_]], scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Replace the update queue by what `wanted` [layers, experts] asks for, hottest in and coldest out first.
@@ -97,6 +97,11 @@ class TransitionPipeline:
         return bool(self._in_flight or self._experts.retired)
 
     @property
+    def reclaiming(self) -> bool:
+        """A block waits for the windows that can still read it."""
+        return bool(self._experts.retired)
+
+    @property
     def pending_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """The high set in force or on its way, [layers, experts]: what a policy compares with."""
         mask = self._experts.high_mask()
@@ -104,8 +109,21 @@ class TransitionPipeline:
             mask[key] = self._experts.entries[key].state is Residency.PROMOTING
         return mask
 
+    def next_try(self) -> float | None:
+        """When a transition can start that the last step held back for rate or back-off; None: none was held back."""
+        if len(self._in_flight) >= self._limit.in_flight:
+            return None
+        queued = [*self._promotions, *self._demotions]
+        times = (max(self._paid_until, self._retry.get(key, (0.0, 0.0))[0]) for key in queued)
+        return min((when for when in times if when > self._stepped), default=None)
+
+    def close(self) -> None:
+        """Let the running copy end and start no other."""
+        self._engine.close()
+
     def step(self, now: float) -> None:
         """Do what can be done at time `now` (seconds)."""
+        self._stepped = now
         self._take_completions(now)
         self.counters.evictions += self._experts.reclaim()
         self._admit(now)

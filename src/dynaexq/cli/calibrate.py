@@ -1,0 +1,114 @@
+"""`dynaexq calibrate`: which experts a text makes hot, saved as a traffic profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+
+from dynaexq.cli.options import (
+    DemoOption,
+    DtypeOption,
+    ExpertMemoryOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    read_request,
+)
+from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.core import OptionError
+from dynaexq.evaluate import read_documents
+from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.launch import Launch, Opened
+from dynaexq.launch_options import DTYPES
+from dynaexq.plan.memory import Workload
+from dynaexq.traffic import TrafficMeter, TrafficProfile, check_signal
+
+
+@reports_errors
+def calibrate(
+    model: ModelArgument = None,
+    demo: DemoOption = False,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file, or .jsonl as for `evaluate`; repeatable.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The profile, a JSON file.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the profile if it is there.")] = False,
+    window: Annotated[int, typer.Option(min=1, help="Tokens per forward pass.")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each text, at most.", show_default=False)] = None,
+    signal: Annotated[str, typer.Option(help="count: router selections; mass: routed probability.")] = "count",
+    memory: MemoryOption = None,
+    expert_memory: ExpertMemoryOption = None,
+    dtype: DtypeOption = "float32",
+    json_target: JsonOption = None,
+) -> None:
+    """Count which experts texts are routed to, with every expert at the best tier that fits.
+
+    The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers.
+
+    Examples:
+
+      dynaexq calibrate --demo --text data/gsm8k_test.jsonl -o math.json
+
+      dynaexq calibrate ./store --text mail.txt --text code.txt --max-tokens 50000 -o ours.json
+    """
+    check_json_target(json_target)
+    check_signal(signal)
+    request = read_request(model, demo, mode="uniform", memory=memory, expert_memory=expert_memory, dtype=dtype)
+    if not text:
+        raise OptionError("give at least one --text")
+    if output is None or output.is_dir() or not output.absolute().parent.is_dir():
+        raise OptionError("give --output: a file in an existing directory")
+    if output.exists() and not force:
+        raise OptionError(f"{output} exists; --force replaces it")
+    documents = ["\n\n".join(read_documents(path)) for path in text]
+    quiet_transformers()
+    opened = Opened(request.model)
+    if window > opened.skeleton.profile.max_context:
+        raise OptionError(f"--window {window} is above the model's context of {opened.skeleton.profile.max_context}")
+    work = Workload(window, window, 1, 1, DTYPES[dtype].itemsize, kv_cache=False)
+    plan = opened.plan(request.options, work)
+    with progress_bar() as progress:
+        launch = opened.launch(request.options, plan, progress)
+        streams = [opened.tokenizer(each, verbose=False)["input_ids"][:max_tokens] for each in documents]
+        meter, tokens = _measure(launch, streams, window, signal, lambda done, total: progress("routing", done, total))
+    launch.check_memory()
+    routed = int(meter.sums.sum())
+    TrafficProfile.of(opened.fingerprint, signal, meter.sums, routed, [path.name for path in text]).save(output)
+    shares = [_share(meter, share) for share in (0.1, 0.25, 0.5)]
+    stderr.print(
+        f"{output}: {tokens} tokens; the hottest 10, 25, 50 % of each layer's experts take "
+        f"{', '.join(f'{100 * share:.0f}' for share in shares)} % of its traffic"
+    )
+    if json_target:
+        write_json(json_target, {"output": str(output), "tokens": tokens, "hottest_share": shares, **launch.report()})
+
+
+def _measure(
+    launch: Launch, streams: list[list[int]], window: int, signal: str, progress: Callable[[int, int], None]
+) -> tuple[TrafficMeter, int]:
+    meter = TrafficMeter(launch.runtime.experts.shape, signal)
+    launch.runtime.listener = meter
+    total, done = sum(map(len, streams)), 0
+    with torch.inference_mode():
+        for ids in streams:
+            for start in range(0, len(ids), window):
+                part = ids[start : start + window]
+                launch.model(torch.tensor([part]), use_cache=False, logits_to_keep=1)
+                done += len(part)
+                progress(done, total)
+    return meter, done
+
+
+def _share(meter: TrafficMeter, share: float) -> float:
+    """Part of all traffic that the hottest `share` of each layer's experts takes."""
+    ranked = np.sort(meter.sums, 1)
+    count = max(1, round(share * ranked.shape[1]))
+    return float(ranked[:, -count:].sum() / ranked.sum())

@@ -1,0 +1,115 @@
+"""What this machine can do: memory bandwidth, and the link that expert versions come over."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dynaexq.core import BLOCK_BYTES, StoreError, round_up
+from dynaexq.device import CpuDevice
+from dynaexq.native import read_extent
+from dynaexq.store import ExpertStore
+from dynaexq.store.files import write_all, write_error
+
+REPEATS = 5
+CHUNK_BYTES = 1 << 20
+"""Read at a time where there is no store: about one expert at int4 of a 30B model."""
+
+
+@dataclass(frozen=True)
+class MemorySpeed:
+    """Bytes per second of all threads together, the best of several passes."""
+
+    read: float
+    copy: float
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Bytes per second of checked reads into an arena by one thread, as promotions make them."""
+
+    bytes_per_second: float
+    nbytes: int
+    direct_io: bool
+
+
+def measure_memory(nbytes: int) -> MemorySpeed:
+    """Read and copy `nbytes` of memory."""
+    source = torch.ones(max(1, nbytes // 4), dtype=torch.float32)
+    target = torch.empty_like(source)
+    return MemorySpeed(
+        read=source.nbytes / _best(source.sum),
+        copy=2 * source.nbytes / _best(lambda: target.copy_(source)),
+    )
+
+
+def measure_store(store: ExpertStore, nbytes: int) -> LinkSpeed:
+    """Read experts of a store, tier by tier, until `nbytes` are read. Raises StoreError."""
+    extents = []
+    for tier, info in store.manifest.tiers.items():
+        store.require_tier(tier)
+        extents += [(key, tier, info.extent_bytes) for key in store.shape.expert_keys()]
+    arena = CpuDevice().allocate(max(size for *_, size in extents))
+    done, start = 0, time.perf_counter()
+    for key, tier, size in extents:
+        store.read_into(key, tier, arena.host_view(0, size))
+        done += size
+        if done >= nbytes:
+            break
+    seconds = time.perf_counter() - start
+    store.close()
+    return LinkSpeed(done / seconds, done, store.direct_io)
+
+
+def measure_disk(directory: Path, nbytes: int) -> LinkSpeed:
+    """Write a file of `nbytes` into `directory`, drop it from the page cache, read it back, remove it.
+
+    Raises:
+        StoreError: the directory cannot be written, or the disk is full.
+    """
+    nbytes = round_up(nbytes, CHUNK_BYTES)
+    noise = np.random.default_rng(0).integers(0, 256, CHUNK_BYTES, np.uint8)
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".dynaexq-probe-") as file:
+            for _ in range(nbytes // CHUNK_BYTES):
+                write_all(file.fileno(), noise.data)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return _read_back(Path(file.name), nbytes)
+    except OSError as error:
+        raise write_error(directory / "a file for the probe", error) from error
+
+
+def _read_back(path: Path, nbytes: int) -> LinkSpeed:
+    direct = True
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        direct, descriptor = False, os.open(path, os.O_RDONLY)
+    arena = CpuDevice().allocate(round_up(CHUNK_BYTES, BLOCK_BYTES))
+    try:
+        start = time.perf_counter()
+        for offset in range(0, nbytes, CHUNK_BYTES):
+            done, _ = read_extent(descriptor, offset, arena.host_view(0, CHUNK_BYTES))
+            if done != CHUNK_BYTES:
+                raise StoreError(f"{path} came back short")
+        return LinkSpeed(nbytes / (time.perf_counter() - start), nbytes, direct)
+    finally:
+        os.close(descriptor)
+
+
+def _best(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of several calls."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -39,9 +39,9 @@ PASSES = 34
 
 UNIFORM = ("int1", "int2", "int4", "int8", "bf16")
 SHARES = {
-    ("bf16", "int1"): (0.1, 0.25, 0.5),
+    ("bf16", "int1"): (0.1, 0.25),
     ("int4", "int1"): (0.05, 0.1, 0.25, 0.5, 0.75),
-    ("int4", "int2"): (0.1, 0.25, 0.5, 0.75),
+    ("int4", "int2"): (0.25, 0.5, 0.75),
 }
 EXTRA_AT = 0.25
 """The share at which the other layout and faster forgetting are run, too."""
@@ -63,7 +63,6 @@ class Cell(NamedTuple):
 
 
 CELLS = [Cell(*pair, share, DEFAULT_QUANTIZER) for pair, shares in SHARES.items() for share in shares]
-CELLS.append(Cell("bf16", "int1", EXTRA_AT, "rtn"))
 QUICK_CELLS = [Cell("int4", "int1", 0.5, DEFAULT_QUANTIZER)]
 
 
@@ -247,7 +246,7 @@ def _variants(cell: Cell, store: Path, profiles: dict[str, Path]) -> dict[str, D
         **maps,
         "dynaexq": online(),
         "no-hysteresis": online(margin=0.0),
-        **(extra if cell.share == EXTRA_AT and cell.quantizer == DEFAULT_QUANTIZER else {}),
+        **(extra if cell.share == EXTRA_AT else {}),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait by spinning stall everything beside them
 
 import torch
 from hypothesis import settings

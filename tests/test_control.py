@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dynaexq.control import ControlOptions
-from dynaexq.core import OptionError, decode_handle
+from dynaexq.core import OptionError, decode_handle, encode_handle
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
@@ -20,15 +20,16 @@ from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, open_experts, quiet_transformers
 from dynaexq.kernels import make_kernel
 from dynaexq.policy import SelectionOptions, select_high
-from dynaexq.residency import BudgetTracker, ResidentExperts
+from dynaexq.residency import BudgetTracker
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
-from dynaexq.residency.versions import VersionedExperts
+from dynaexq.residency.versions import VersionedExperts, load_versions
+from dynaexq.serving import plan_for
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from support.files import silent
 
 quiet_transformers()
 TIERS = ("bf16", "int2")
-FLIPS = 300
+FLIPS = 3000
 PROMPTS = [torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
@@ -39,11 +40,13 @@ def store(checkpoint_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     return root
 
 
-def load(store: Path, drive: str, high_experts: int = 4) -> Any:
+def load(store: Path, drive: str, high_experts: int = 4, spare: int = 1) -> Any:
     opened = ExpertStore.open(store)
     high, low = (VersionLayout.of(opened.format(tier), opened.shape.expert).extent_bytes for tier in TIERS)
-    memory = high * high_experts + low * (opened.shape.layers * opened.shape.experts - high_experts + 1)
-    config = DynaExqConfig(mode="dynaexq", high="bf16", low="int2", expert_memory=memory, drive=drive)
+    memory = high * high_experts + low * (opened.shape.layers * opened.shape.experts - high_experts + spare)
+    config = DynaExqConfig(
+        mode="dynaexq", high="bf16", low="int2", expert_memory=memory, drive=drive, tuning={"spare": spare}
+    )
     return load_model(store, config, torch.float32)
 
 
@@ -52,14 +55,20 @@ def reference(store: Path, model: Any) -> Callable[[torch.Tensor, list[str]], to
     opened = ExpertStore.open(store)
     for tier in TIERS:
         opened.require_tier(tier)
+    every = np.full(opened.shape.layers, opened.shape.experts)
+    plan = plan_for(opened, TIERS, 1 << 28, "keep", None)
+    assert np.array_equal(plan.capacity, every)  # both versions of each expert stay resident, and never move
+    experts = VersionedExperts(opened, TIERS, plan, CpuDevice(), BudgetTracker(1 << 28))
+    load_versions(experts, opened, TIERS, np.ones((len(every), every[0]), bool), lambda *_: None)
+    kernel = make_kernel("reference", experts)
 
     def logits(ids: torch.Tensor, tiers: list[str]) -> torch.Tensor:
-        keys = opened.shape.expert_keys()
-        experts = ResidentExperts(opened, dict(zip(keys, tiers, strict=True)), CpuDevice(), BudgetTracker(1 << 28))
-        experts.load(lambda done, total: None)
+        for index, key in enumerate(opened.shape.expert_keys()):
+            pool = TIERS.index(tiers[index])
+            experts.handles.publish(index, encode_handle(pool, experts.entries[key].blocks[pool] or 0))
         runtime = runtime_of(model)
         moving = runtime.experts, runtime.kernel, runtime.listener
-        runtime.experts, runtime.kernel, runtime.listener = experts, make_kernel("reference", experts), None
+        runtime.experts, runtime.kernel, runtime.listener = experts, kernel, None
         try:
             with torch.inference_mode():
                 result: torch.Tensor = model(ids).logits
@@ -123,7 +132,7 @@ def test_blocking_waits_and_threads_do_not(store: Path) -> None:
 
 def test_flipping_versions_under_concurrent_forwards_never_mixes_them(store: Path) -> None:
     """Torture: a control thread flips random high sets as fast as it can, free blocks are poisoned, two threads run."""
-    model = load(store, "replay")
+    model = load(store, "replay", high_experts=8, spare=6)
     runtime = runtime_of(model)
     experts = runtime.experts
     assert isinstance(experts, VersionedExperts)
@@ -139,7 +148,7 @@ def test_flipping_versions_under_concurrent_forwards_never_mixes_them(store: Pat
     def flip() -> None:
         wake = threading.Event()
         engine = ThreadCopyEngine(wake.set)
-        pipeline = TransitionPipeline(experts, source, TIERS, engine, RateLimit(None, 3), failures.append)
+        pipeline = TransitionPipeline(experts, source, TIERS, engine, RateLimit(None, 6), failures.append)
         random = np.random.default_rng(0)
         counters = pipeline.counters
         while counters.promotions + counters.demotions < FLIPS or pipeline.busy:
@@ -173,9 +182,13 @@ def test_flipping_versions_under_concurrent_forwards_never_mixes_them(store: Pat
         thread.join()
     assert not failures
     experts.check_integrity()
-    assert len({tuple(tiers) for _, tiers, _ in results}) > 10
+    assert len({tuple(tiers) for _, tiers, _ in results}) > 100
+    expected: dict[tuple[int, ...], torch.Tensor] = {}
     for ids, tiers, logits in results:
-        assert torch.equal(logits, fixed(ids, tiers))
+        case = (*ids[0].tolist(), *map(TIERS.index, tiers))
+        if case not in expected:
+            expected[case] = fixed(ids, tiers)
+        assert torch.equal(logits, expected[case])
     source.close()
 
 

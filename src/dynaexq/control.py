@@ -81,6 +81,7 @@ class ControlLoop:
         self._wake = wake
         self._save = save
         self._next_save = time.monotonic() + SAVE_SECONDS
+        self._saved = 0.0
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._interval = options.first_interval
@@ -129,8 +130,7 @@ class ControlLoop:
             self._thread.join()
         self.pipeline.close()
         self._collect()
-        if self._save:
-            self._save(self.hotness.sums, int(self.routed))
+        self._save_hotness()
 
     @property
     def hot_share_high(self) -> float:
@@ -165,8 +165,8 @@ class ControlLoop:
             self._next_tick = now + self._interval
             self._interval = min(2 * self._interval, self.options.interval)
             self.pipeline.step(now)
-        if self._save and now >= self._next_save:
-            self._save(self.hotness.sums, int(self.routed))
+        if now >= self._next_save:
+            self._save_hotness()
             self._next_save = now + SAVE_SECONDS
 
     def _tick(self) -> None:
@@ -183,6 +183,12 @@ class ControlLoop:
             self.hotness.update(traffic.prefill, traffic.decode)
             self.routed += float(traffic.prefill.sum() + traffic.decode.sum())
             self.routed_high += float(traffic.high.sum())
+
+    def _save_hotness(self) -> None:
+        """Save what the last save does not have."""
+        if self._save and self.routed > self._saved:
+            self._save(self.hotness.sums, int(self.routed))
+            self._saved = self.routed
 
     def _settle(self) -> None:
         """Step until nothing moves any more."""

@@ -96,7 +96,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
     pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
-    save = StateSaver(adaptive.state, source.fingerprint, tuning.signal).save if adaptive.state else None
+    before = known.routed if known else 0
+    save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
     control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
     control.hotness.restore(sums)
     control.start()
@@ -108,7 +109,9 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
 class StateSaver:
     """Writes hotness to a file; what goes wrong is a warning, once, for serving goes on."""
 
-    def __init__(self, path: Path, fingerprint: str, signal: str) -> None:
+    def __init__(self, path: Path, fingerprint: str, signal: str, before: int) -> None:
+        """`before` router selections were counted in earlier runs."""
+        self._before = before
         self._path = path
         self._fingerprint = fingerprint
         self._signal = signal
@@ -117,7 +120,7 @@ class StateSaver:
     def save(self, sums: Scores, routed: int) -> None:
         """Replace the file by hotness [layers, experts] from `routed` router selections."""
         try:
-            TrafficProfile.of(self._fingerprint, self._signal, sums, routed, []).save(self._path)
+            TrafficProfile.of(self._fingerprint, self._signal, sums, self._before + routed, []).save(self._path)
         except StoreError as error:
             if not self._warned:
                 warnings.warn(f"hotness is not kept: {error}", stacklevel=2)

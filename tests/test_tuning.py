@@ -1,0 +1,77 @@
+"""Knobs: what is typed is what runs, and nothing that would do nothing is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynaexq.core import OptionError
+from dynaexq.tuning import KNOBS, Tuning, make_tuning, parse_tuning
+
+
+def test_every_knob_parses_to_its_kind() -> None:
+    settings = [
+        "signal=mass", "alpha=0.5", "prefill_weight=0.25", "margin=0.1", "rank_slack=2", "first_interval=0.1",
+        "interval=2", "layout=replace", "spare=3", "in_flight=2", "rate_gbps=1.5", "link_gbps=4",
+    ]  # fmt: skip
+    tuning = make_tuning(parse_tuning(settings), "thread")
+    assert tuning == Tuning("mass", 0.5, 0.25, 0.1, 2, 0.1, 2.0, 1, "replace", 3, 2, 1.5, 4.0)
+    assert Tuning(**tuning.changed()) == tuning
+    assert Tuning().changed() == {}
+    assert parse_tuning(["every_windows=7"]) == {"every_windows": 7}
+    assert set(KNOBS) == {name.partition("=")[0] for name in settings} | {"every_windows"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["alpha"], "write NAME=VALUE"),
+        (["speed=1"], "with a name of signal, alpha"),
+        (["alpha=0.5", "alpha=0.6"], "given twice"),
+        (["alpha=high"], "not a number"),
+        (["rank_slack=1.5"], "not a whole number"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse_tuning(settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "alpha=1", "alpha=nan", "margin=-1", "margin=nan", "prefill_weight=inf", "rank_slack=-1", "interval=0.01",
+        "interval=nan", "first_interval=0", "signal=noise", "layout=both", "spare=0", "in_flight=0", "rate_gbps=0",
+        "rate_gbps=nan", "link_gbps=-1", "link_gbps=nan",
+    ],
+)  # fmt: skip
+def test_impossible_values_are_refused(setting: str) -> None:
+    with pytest.raises(OptionError):
+        make_tuning(parse_tuning([setting]), "thread")
+
+
+@pytest.mark.parametrize(
+    ("setting", "drive", "hysteresis"),
+    [
+        ("every_windows=2", "thread", True),
+        ("interval=2", "replay", True),
+        ("rate_gbps=1", "replay", True),
+        ("rate_gbps=1", "blocking", True),
+        ("margin=0.1", "thread", False),
+        ("rank_slack=1", "thread", False),
+    ],
+)
+def test_values_that_would_do_nothing_are_refused(setting: str, drive: str, hysteresis: bool) -> None:
+    with pytest.raises(OptionError, match="does nothing"):
+        make_tuning(parse_tuning([setting]), drive, hysteresis)
+    with pytest.raises(OptionError, match="needs no spare"):
+        make_tuning({"layout": "keep", "spare": 1}, "thread")
+    with pytest.raises(OptionError, match="unknown knob"):
+        make_tuning({"speed": 1}, "thread")
+
+
+def test_background_copies_take_their_share_of_the_link() -> None:
+    assert Tuning().rate("thread", 1e9).bytes_per_second == 0.8e9
+    assert Tuning(link_gbps=0.5).rate("thread", 1e9).bytes_per_second == 0.4e9
+    assert Tuning(rate_gbps=3).rate("thread", 1e9).bytes_per_second == 3e9
+    assert Tuning().rate("replay", 1e9).bytes_per_second is None
+    assert make_tuning({}, "thread", hysteresis=False).margin == 0

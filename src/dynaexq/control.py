@@ -117,8 +117,17 @@ class ControlLoop:
             if self._next_tick is None or self.pipeline.busy:  # else the next update comes by itself
                 self._wake.set()
         elif self.options.drive == "replay" and self._windows % self.options.every_windows == 0:
-            self._tick()
+            self.update()
             self._settle()
+
+    def update(self) -> None:
+        """One tick: fold traffic in, and renew the wanted set. Called by the thread that owns the pipeline."""
+        self._collect()
+        scores = self.hotness.scores
+        current = self.pipeline.pending_mask
+        wanted = select_high(scores, current, self._experts.capacity, self.options.selection)
+        self.pipeline.want(wanted, scores)
+        self.ticks += 1
 
     def close(self) -> None:
         """Stop moving versions, add up the last traffic, and save hotness; further calls do nothing."""
@@ -161,21 +170,13 @@ class ControlLoop:
         self.pipeline.step(now)
         due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
         if due:
-            self._tick()
+            self.update()
             self._next_tick = now + self._interval
             self._interval = min(2 * self._interval, self.options.interval)
             self.pipeline.step(now)
         if now >= self._next_save:
             self._save_hotness()
             self._next_save = now + SAVE_SECONDS
-
-    def _tick(self) -> None:
-        self._collect()
-        scores = self.hotness.scores
-        current = self.pipeline.pending_mask
-        wanted = select_high(scores, current, self._experts.capacity, self.options.selection)
-        self.pipeline.want(wanted, scores)
-        self.ticks += 1
 
     def _collect(self) -> None:
         traffic = self.recorder.collect()

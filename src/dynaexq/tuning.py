@@ -31,7 +31,7 @@ class Tuning:
         every_windows: forward passes between updates, where updates go by passes (evaluation).
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
             low version stays: a demotion copies nothing).
-        spare: spare low blocks of the layout `replace`; default: as many as copies in flight, at most 2 % of experts.
+        spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
         in_flight: copies queued at once.
         rate_gbps: gigabytes per second of copies in the background; default 80 % of what loading measured.
         link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.

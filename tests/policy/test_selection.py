@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaexq.core import OptionError
-from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, select_high
+from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, pick_hottest, select_high
 
 SEEDS = st.integers(0, 1 << 30)
 
@@ -32,6 +32,42 @@ def test_capacity_holds_and_nothing_leaves_without_a_hotter_one(seed: int, margi
             free = capacity[layer] - current[layer].sum()
             assert len(came) >= len(left)
             assert len(came) <= len(left) + free
+
+
+def select_slowly(scores: np.ndarray, current: np.ndarray, capacity: int, margin: float, slack: int) -> set[int]:
+    """One layer, as select_high is described."""
+    ranked = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))
+    members = [expert for expert in ranked if current[expert]][:capacity]
+    outsiders = [expert for expert in ranked if expert not in members]
+    if current.sum() < capacity:
+        came = [expert for expert in outsiders if scores[expert] > 0][: capacity - len(members)]
+        members = sorted(members + came, key=ranked.index)
+        outsiders = [expert for expert in outsiders if expert not in came]
+    wanted = set(members)
+    for enters, leaves in zip(outsiders, reversed(members), strict=False):
+        apart = ranked.index(enters) < capacity - slack and ranked.index(leaves) >= capacity + slack
+        if not (scores[enters] > scores[leaves] + margin and (slack == 0 or apart)):
+            break
+        wanted = wanted - {leaves} | {enters}
+    return wanted
+
+
+@given(SEEDS, st.sampled_from([0.0, 0.05, 0.2]), st.integers(0, 3))
+def test_the_vectorised_selection_equals_the_slow_one(seed: int, margin: float, slack: int) -> None:
+    scores, current, capacity = random_case(seed)
+    wanted = select_high(scores, current, capacity, SelectionOptions(margin, slack))
+    for layer in range(len(scores)):
+        expected = select_slowly(scores[layer], current[layer], int(capacity[layer]), margin, slack)
+        assert set(np.flatnonzero(wanted[layer])) == expected
+
+
+@given(SEEDS)
+def test_a_static_map_takes_the_hottest(seed: int) -> None:
+    scores, _, capacity = random_case(seed)
+    picked = pick_hottest(scores, capacity)
+    for layer in range(len(scores)):
+        ranked = sorted(range(scores.shape[1]), key=lambda expert: (-scores[layer, expert], expert))
+        assert set(np.flatnonzero(picked[layer])) == set(ranked[: capacity[layer]])
 
 
 @given(SEEDS)

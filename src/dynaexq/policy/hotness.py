@@ -43,14 +43,17 @@ class Hotness:
 
     def update(self, prefill: Scores, decode: Scores) -> None:
         """Fold one interval's traffic in: `S <- alpha * S + (1 - alpha) * c`, both [layers, experts]."""
-        traffic = prefill * self.options.prefill_weight + decode
-        self._sums = self.options.alpha * self._sums + (1 - self.options.alpha) * traffic
+        alpha, weight = self.options.alpha, self.options.prefill_weight
+        self._sums *= alpha
+        self._sums += (1 - alpha) * decode
+        if prefill.any():
+            self._sums += (1 - alpha) * weight * prefill
 
     @property
     def scores(self) -> Scores:
         """Traffic of every expert over the mean of its layer, [layers, experts]."""
         means = self._sums.mean(1, keepdims=True)
-        scores: Scores = np.divide(self._sums, means, out=np.zeros_like(self._sums), where=means > 0)
+        scores: Scores = self._sums / np.where(means > 0, means, 1)
         return scores
 
     def restore(self, sums: Scores) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,83 +48,78 @@ def select_high(scores: Scores, current: Mask, capacity: Counts, options: Select
     Returns:
         The wanted set, [layers, experts].
     """
-    places = _rank(scores) + np.arange(len(scores))[:, None] * scores.shape[1]
-    ranked = scores.ravel().take(places)  # everything below is in order of rank: column 0 is a layer's hottest expert
-    before = current.ravel().take(places)
-    wanted = before & (np.cumsum(before, 1) <= capacity[:, None])
-    free = capacity - wanted.sum(1)
-    if (free > 0).any():
-        outsiders = ~wanted & (ranked > 0)
-        wanted |= outsiders & (np.cumsum(outsiders, 1) <= free[:, None])
-    _swap(ranked, wanted, capacity, options)
-    result = current.copy()
-    changed = wanted != before
-    result.ravel()[places[changed]] = wanted[changed]
-    return result
+    members = _fit(scores, current, capacity)
+    best = np.where(members, -np.inf, scores).max(1, keepdims=True)
+    worst = np.where(members, scores, np.inf).min(1, keepdims=True)
+    enter = ~members & (scores > worst + options.margin)
+    leave = members & (scores < best - options.margin)
+    if options.rank_slack:
+        ranks = np.argsort(_rank(scores), 1)
+        enter &= ranks < (capacity - options.rank_slack)[:, None]
+        leave &= ranks >= (capacity + options.rank_slack)[:, None]
+    entering, leaving = _line_up(enter, scores, hottest_first=True), _line_up(leave, scores, hottest_first=False)
+    pairs = 1 + min(entering.places.max(initial=-1), leaving.places.max(initial=-1))
+    hottest, coldest = _spread(entering, len(scores), pairs, -np.inf), _spread(leaving, len(scores), pairs, np.inf)
+    swapped = (hottest > coldest + options.margin).sum(1)
+    wanted = members.copy()
+    for line, enters in ((entering, True), (leaving, False)):
+        moves = line.places < swapped[line.rows]
+        wanted[line.rows[moves], line.columns[moves]] = enters
+    return wanted
 
 
 def pick_hottest(scores: Scores, capacity: Counts) -> Mask:
     """The hottest `capacity` [layers] experts of each layer, experts without traffic included: a static map."""
-    wanted = np.zeros(scores.shape, bool)
-    np.put_along_axis(wanted, _rank(scores), np.arange(scores.shape[1]) < capacity[:, None], 1)
-    return wanted
-
-
-INDEX_BITS = 12
-"""Low bits of a score given up for the expert's index: up to 4,096 experts, 40 bits of the score kept."""
+    picked = np.zeros(scores.shape, bool)
+    np.put_along_axis(picked, _rank(scores), np.arange(scores.shape[1]) < capacity[:, None], 1)
+    return picked
 
 
 def _rank(scores: Scores) -> Counts:
-    """Experts of each layer from the hottest down, [layers, experts]; of equal scores the first expert is hotter.
-
-    Sorting integers that carry the index is several times as fast as an argsort.
-    """
-    experts = scores.shape[1]
-    assert experts <= 1 << INDEX_BITS
-    bits = np.ascontiguousarray(scores, np.float64).view(np.int64)  # floats that are not negative sort like their bits
-    keys = bits >> INDEX_BITS << INDEX_BITS | np.arange(experts - 1, -1, -1)
-    keys.sort(1)
-    order: Counts = experts - 1 - (keys[:, ::-1] & (1 << INDEX_BITS) - 1)
-    return order
+    """Experts of each layer from the hottest down, [layers, experts]; of equals the first is hotter."""
+    return np.argsort(-scores, 1, kind="stable")
 
 
-def _swap(ranked: Scores, wanted: Mask, capacity: Counts, options: SelectionOptions) -> None:
-    """Exchange the k-th hottest outsider and the k-th coldest member while hysteresis allows; `wanted` changes."""
-    ranks = np.arange(ranked.shape[1])
-    entering = ~wanted & (ranks < (capacity - options.rank_slack)[:, None])
-    leaving = wanted & (ranks >= (capacity + options.rank_slack)[:, None])
-    rows = np.flatnonzero(_best_beats_worst(ranked, entering, leaving, options.margin))
-    if len(rows):  # in a settled system that is few layers, mostly none
-        wanted[rows] = _swap_rows(ranked[rows], wanted[rows], entering[rows], leaving[rows], options.margin)
+def _fit(scores: Scores, current: Mask, capacity: Counts) -> Mask:
+    """`current` with rows above their capacity cut, and free slots given to outsiders with traffic."""
+    counts = current.sum(1)
+    rows = np.flatnonzero(counts != capacity)
+    if not len(rows):
+        return current
+    members, free = current.copy(), (capacity - counts)[rows, None]
+    order = _rank(scores[rows])
+    inside = np.take_along_axis(current[rows], order, 1)
+    outside = ~inside & (np.take_along_axis(scores[rows], order, 1) > 0)
+    stay = inside & (np.cumsum(inside, 1) <= capacity[rows, None])
+    come = outside & (np.cumsum(outside, 1) <= free)
+    fitted = np.empty_like(inside)
+    np.put_along_axis(fitted, order, stay | come, 1)
+    members[rows] = fitted
+    return members
 
 
-def _best_beats_worst(ranked: Scores, entering: Mask, leaving: Mask, margin: float) -> Mask:
-    rows, last = np.arange(len(ranked)), ranked.shape[1] - 1
-    best, worst = entering.argmax(1), last - leaving[:, ::-1].argmax(1)
-    both = entering[rows, best] & leaving[rows, worst]
-    beats: Mask = both & (ranked[rows, best] > ranked[rows, worst] + margin)
-    return beats
+class _Line(NamedTuple):
+    """Candidates of all layers, each layer's lined up: row, column, score and place in line, each [candidates]."""
+
+    rows: Counts
+    columns: Counts
+    scores: Scores
+    places: Counts
 
 
-def _swap_rows(ranked: Scores, wanted: Mask, entering: Mask, leaving: Mask, margin: float) -> Mask:
-    in_layer, in_rank = np.nonzero(entering)
-    out_layer, out_rank = np.nonzero(leaving[:, ::-1])
-    out_rank = ranked.shape[1] - 1 - out_rank
-    nth_in, nth_out = _count_within(in_layer), _count_within(out_layer)
-    pairs = 1 + int(min(nth_in.max(), nth_out.max()))
-    hottest, coldest = np.full((len(ranked), pairs), -np.inf), np.full((len(ranked), pairs), np.inf)
-    inside, outside = nth_in < pairs, nth_out < pairs
-    hottest[in_layer[inside], nth_in[inside]] = ranked[in_layer[inside], in_rank[inside]]
-    coldest[out_layer[outside], nth_out[outside]] = ranked[out_layer[outside], out_rank[outside]]
-    swaps = (hottest > coldest + margin).sum(1)
-    enters, leaves = nth_in < swaps[in_layer], nth_out < swaps[out_layer]
-    wanted[in_layer[enters], in_rank[enters]] = True
-    wanted[out_layer[leaves], out_rank[leaves]] = False
-    return wanted
+def _line_up(mask: Mask, scores: Scores, hottest_first: bool) -> _Line:
+    """The experts of `mask`, in each layer hottest or coldest first; of equals the first is hotter."""
+    flat = np.flatnonzero(mask)  # several times as fast as nonzero
+    rows, columns = np.divmod(flat, scores.shape[1])
+    found = scores.ravel()[flat]
+    order = np.lexsort((columns, -found, rows) if hottest_first else (-columns, found, rows))
+    rows = rows[order]
+    return _Line(rows, columns[order], found[order], np.arange(len(rows)) - np.searchsorted(rows, rows))
 
 
-def _count_within(groups: Counts) -> Counts:
-    """0, 1, 2, ... within each run of equal values of a sorted array."""
-    starts = np.searchsorted(groups, groups)
-    counts: Counts = np.arange(len(groups)) - starts
-    return counts
+def _spread(line: _Line, layers: int, places: int, fill: float) -> Scores:
+    """Scores of the first `places` of each line, [layers, places]."""
+    result = np.full((layers, places), fill)
+    inside = line.places < places
+    result[line.rows[inside], line.places[inside]] = line.scores[inside]
+    return result

@@ -12,9 +12,9 @@ from dynaexq.core import ModelShape, OptionError
 LAYOUTS = ("replace", "keep")
 """replace: a high version takes the place of the low one; keep: the low version stays resident under it."""
 
-MAX_DEFAULT_SPARE = 4
+MAX_DEFAULT_SPARE = 16
 EXPERTS_PER_SPARE = 50
-"""Spare blocks unless chosen: as many as copies in flight, but not above 2 % of the low pool."""
+"""Spare blocks unless chosen: enough for 16 exchanges at once, but not above 2 % of the experts."""
 
 Capacity = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -17,7 +17,9 @@ from dynaexq.device.copies import CopyEngine
 from dynaexq.residency.arena import VersionSource
 from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
 
+RESTING = {HIGH: Residency.RESIDENT_HI, LOW: Residency.RESIDENT_LO}
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 60.0
+NO_RETRY = (0.0, FIRST_BACKOFF)
 
 
 @dataclass
@@ -113,9 +115,11 @@ class TransitionPipeline:
         """When a transition can start that the last step held back for rate or back-off; None: none was held back."""
         if len(self._in_flight) >= self._limit.in_flight:
             return None
-        queued = [*self._promotions, *self._demotions]
-        times = (max(self._paid_until, self._retry.get(key, (0.0, 0.0))[0]) for key in queued)
-        return min((when for when in times if when > self._stepped), default=None)
+        if not (self._promotions or self._demotions):
+            return None
+        if self._paid_until > self._stepped:
+            return self._paid_until
+        return min((when for when, _ in self._retry.values() if when > self._stepped), default=None)
 
     def close(self) -> None:
         """Let the running copy end and start no other."""
@@ -144,42 +148,55 @@ class TransitionPipeline:
 
     def _admit(self, now: float) -> None:
         """Demotions first: their blocks make promotions feasible."""
-        self._demotions = [key for key in self._demotions if not self._start(key, False, now)]
-        self._promotions = [key for key in self._promotions if not self._start(key, True, now)]
+        if self._experts.keep_low:
+            self._demotions = [key for key in self._demotions if not self._drop(key)]
+        else:
+            self._demotions = self._start_some(self._demotions, LOW, now)
+        self._promotions = self._start_some(self._promotions, HIGH, now)
 
-    def _start(self, key: ExpertKey, to_high: bool, now: float) -> bool:
-        """Begin a transition; True when the queue is done with it."""
-        entry = self._experts.entries[key]
-        if entry.state is not (Residency.RESIDENT_LO if to_high else Residency.RESIDENT_HI):
-            return entry.state is (Residency.RESIDENT_HI if to_high else Residency.RESIDENT_LO)
-        if not to_high and self._experts.keep_low:
+    def _start_some(self, queue: list[ExpertKey], pool: int, now: float) -> list[ExpertKey]:
+        """Start what limits and free blocks allow, from the head of the line; returns what is left of it."""
+        before, after = RESTING[LOW if pool == HIGH else HIGH], RESTING[pool]
+        left: list[ExpertKey] = []
+        for place, key in enumerate(queue):
+            if now < self._paid_until or len(self._in_flight) >= self._limit.in_flight:
+                return left + queue[place:]
+            state = self._experts.entries[key].state
+            if state is after:
+                continue
+            if state is before and now >= self._retry.get(key, NO_RETRY)[0]:
+                offset = self._experts.try_begin(key, pool == HIGH)
+                if offset is not None:
+                    self._submit(key, pool, offset, now)
+                    continue
+                self.counters.deferred += key not in self._deferred
+                self._deferred.add(key)
+                if self._experts.pools[pool].free == 0:
+                    return left + queue[place:]
+            left.append(key)
+        return left
+
+    def _drop(self, key: ExpertKey) -> bool:
+        """Demote where the low version is resident; True when the queue is done with it."""
+        state = self._experts.entries[key].state
+        if state is Residency.RESIDENT_HI:
             self._experts.drop_high(key)
             self.counters.demotions += 1
-            return True
-        not_before = max(self._retry.get(key, (0.0, 0.0))[0], self._paid_until)
-        if now < not_before or len(self._in_flight) >= self._limit.in_flight:
-            return False
-        offset = self._experts.try_begin(key, to_high)
-        if offset is None:
-            self.counters.deferred += key not in self._deferred
-            self._deferred.add(key)
-            return False
-        self._deferred.discard(key)
-        self._submit(key, HIGH if to_high else LOW, offset, now)
-        return True
+        return state in RESTING.values()
 
     def _submit(self, key: ExpertKey, pool: int, offset: int, now: float) -> None:
         destination = self._experts.destination(pool, offset)
         tier, source = self._tiers[pool], self._source
         if self._limit.bytes_per_second is not None:
             self._paid_until = max(now, self._paid_until) + destination.nbytes / self._limit.bytes_per_second
+        self._deferred.discard(key)
         self._in_flight[self._next_ticket] = key
         self._engine.submit(self._next_ticket, destination.nbytes, lambda: source.read_into(key, tier, destination))
         self._next_ticket += 1
 
     def _fail(self, key: ExpertKey, error: Exception, now: float, promoting: bool) -> None:
         self.counters.failed += 1
-        backoff = self._retry.get(key, (0.0, FIRST_BACKOFF))[1]
+        backoff = self._retry.get(key, NO_RETRY)[1]
         self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
         if self._wanted[key] == promoting:
             (self._promotions if promoting else self._demotions).append(key)

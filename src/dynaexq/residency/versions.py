@@ -69,6 +69,7 @@ class VersionedExperts(ExpertArena):
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
         self._high_counts = np.zeros(self.shape.layers, np.int64)
+        self._high: Mask = np.zeros((self.shape.layers, self.shape.experts), np.bool_)
 
     def destination(self, pool: int, offset: int) -> Bytes:
         """The block at `offset`, to be filled."""
@@ -152,10 +153,7 @@ class VersionedExperts(ExpertArena):
 
     def high_mask(self) -> Mask:
         """Experts whose handle is on the high version, [layers, experts]."""
-        mask = np.zeros((self.shape.layers, self.shape.experts), np.bool_)
-        for key, entry in self.entries.items():
-            mask[key] = entry.blocks[HIGH] is not None
-        return mask
+        return self._high.copy()
 
     def check_integrity(self) -> None:
         """Assert the invariants: each handle on a complete block of its own, capacities kept, no block lost."""
@@ -168,6 +166,7 @@ class VersionedExperts(ExpertArena):
             handle = handles[key]
             assert entry.blocks[handle.format_index] == handle.offset, f"{key}: the handle is not on a resident version"
             assert handle.format_index == (HIGH if entry.blocks[HIGH] is not None else LOW)
+            assert self._high[key] == (handle.format_index == HIGH)
             moving = entry.state in (Residency.PROMOTING, Residency.DEMOTING)
             assert (entry.filling is not None) is moving, f"{key}: {entry.state} with {entry.filling}"
             if not self.keep_low:
@@ -190,6 +189,7 @@ class VersionedExperts(ExpertArena):
     def _publish(self, key: ExpertKey, pool: int) -> int:
         offset = self.entries[key].blocks[pool]
         assert offset is not None
+        self._high[key] = pool == HIGH
         return self.handles.publish(self.shape.index(key), encode_handle(pool, offset))
 
     def _retire(self, key: ExpertKey, entry: Entry, pool: int, epoch: int) -> None:

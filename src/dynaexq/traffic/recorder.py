@@ -72,9 +72,14 @@ class TrafficRecorder:
         return Traffic(prefill, decode, high, windows)
 
     def _count(self, layers: list[RoutedLayer]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Traffic of one window, [layers, experts]: one count over all layers, whose experts are numbered through."""
         shape = (self._shape.layers, self._shape.experts)
-        counts = np.zeros(shape)
-        for layer, ids, weights in layers:
-            mass = None if self._signal == "count" else weights.detach().float().reshape(-1).numpy()
-            counts[layer] += np.bincount(ids.reshape(-1).numpy(), mass, minlength=shape[1])[: shape[1]]
-        return counts
+        if not layers:
+            return np.zeros(shape)
+        choices = [routed.ids.numpy().ravel() for routed in layers]
+        starts = np.array([routed.layer * shape[1] for routed in layers])
+        places = np.concatenate(choices) + np.repeat(starts, [len(each) for each in choices])
+        mass = None
+        if self._signal == "mass":
+            mass = np.concatenate([routed.weights.detach().float().numpy().ravel() for routed in layers])
+        return np.bincount(places, mass, minlength=shape[0] * shape[1]).reshape(shape).astype(np.float64)

@@ -70,8 +70,8 @@ class TransitionPipeline:
         self._limit = limit
         self._report_failure = report_failure
         self._wanted = experts.high_mask()
-        self._promotions: list[ExpertKey] = []
-        self._demotions: list[ExpertKey] = []
+        self._promotions: list[int] = []  # numbers of experts, see ModelShape.index
+        self._demotions: list[int] = []
         self._in_flight: dict[int, ExpertKey] = {}
         self._deferred: set[ExpertKey] = set()
         self._retry: dict[ExpertKey, tuple[float, float]] = {}  # not before, next back-off
@@ -85,8 +85,8 @@ class TransitionPipeline:
         """
         current = self.pending_mask
         self._wanted = wanted
-        self._promotions = _keys(wanted & ~current, -scores)
-        self._demotions = _keys(current & ~wanted, scores)
+        self._promotions = _line_up(wanted & ~current, -scores)
+        self._demotions = _line_up(current & ~wanted, scores)
 
     @property
     def idle(self) -> bool:
@@ -149,18 +149,22 @@ class TransitionPipeline:
     def _admit(self, now: float) -> None:
         """Demotions first: their blocks make promotions feasible."""
         if self._experts.keep_low:
-            self._demotions = [key for key in self._demotions if not self._drop(key)]
+            self._demotions = [number for number in self._demotions if not self._drop(self._key(number))]
         else:
             self._demotions = self._start_some(self._demotions, LOW, now)
         self._promotions = self._start_some(self._promotions, HIGH, now)
 
-    def _start_some(self, queue: list[ExpertKey], pool: int, now: float) -> list[ExpertKey]:
+    def _key(self, number: int) -> ExpertKey:
+        return ExpertKey(*divmod(number, self._experts.shape.experts))
+
+    def _start_some(self, queue: list[int], pool: int, now: float) -> list[int]:
         """Start what limits and free blocks allow, from the head of the line; returns what is left of it."""
         before, after = RESTING[LOW if pool == HIGH else HIGH], RESTING[pool]
-        left: list[ExpertKey] = []
-        for place, key in enumerate(queue):
+        left: list[int] = []
+        for place, number in enumerate(queue):
             if now < self._paid_until or len(self._in_flight) >= self._limit.in_flight:
                 return left + queue[place:]
+            key = self._key(number)
             state = self._experts.entries[key].state
             if state is after:
                 continue
@@ -173,7 +177,7 @@ class TransitionPipeline:
                 self._deferred.add(key)
                 if self._experts.pools[pool].free == 0:
                     return left + queue[place:]
-            left.append(key)
+            left.append(number)
         return left
 
     def _drop(self, key: ExpertKey) -> bool:
@@ -199,11 +203,12 @@ class TransitionPipeline:
         backoff = self._retry.get(key, NO_RETRY)[1]
         self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
         if self._wanted[key] == promoting:
-            (self._promotions if promoting else self._demotions).append(key)
+            (self._promotions if promoting else self._demotions).append(self._experts.shape.index(key))
         self._report_failure(f"{key}: {error}; its version in force stays, next try in {backoff:g} s")
 
 
-def _keys(mask: np.ndarray[Any, np.dtype[np.bool_]], order: np.ndarray[Any, np.dtype[np.float64]]) -> list[ExpertKey]:
-    found = np.argwhere(mask)
-    ranked = found[np.argsort(order[mask], kind="stable")]
-    return [ExpertKey(int(layer), int(expert)) for layer, expert in ranked]
+def _line_up(mask: np.ndarray[Any, np.dtype[np.bool_]], order: np.ndarray[Any, np.dtype[np.float64]]) -> list[int]:
+    """Numbers of the experts in `mask` [layers, experts], lowest `order` first."""
+    found = np.flatnonzero(mask)
+    ranked: list[int] = found[np.argsort(order.ravel()[found], kind="stable")].tolist()
+    return ranked

@@ -76,10 +76,10 @@ class TrafficRecorder:
         shape = (self._shape.layers, self._shape.experts)
         if not layers:
             return np.zeros(shape)
-        choices = [routed.ids.numpy().ravel() for routed in layers]
         starts = np.array([routed.layer * shape[1] for routed in layers])
-        places = np.concatenate(choices) + np.repeat(starts, [len(each) for each in choices])
+        sizes = [routed.ids.numel() for routed in layers]
+        places = torch.cat([routed.ids for routed in layers]).numpy().ravel() + np.repeat(starts, sizes)
         mass = None
         if self._signal == "mass":
-            mass = np.concatenate([routed.weights.detach().float().numpy().ravel() for routed in layers])
+            mass = torch.cat([routed.weights for routed in layers]).detach().float().numpy().ravel()
         return np.bincount(places, mass, minlength=shape[0] * shape[1]).reshape(shape).astype(np.float64)

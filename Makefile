@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.cpp src/dynaexq/native/*.hpp)
 TEXTS ?=
 
-.PHONY: setup demo test lint bench table matrix clean
+.PHONY: setup demo test lint bench soak table matrix clean
 
 setup: $(VENV)/ready
 
@@ -27,9 +27,15 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.tiers --quick
+	$(BIN)/python -m benchmarks.control --quick
+	$(BIN)/python -m benchmarks.adaptive --quick
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md
+
+# Ten minutes under one memory limit while the workload shifts.
+soak: setup
+	DYNAEXQ_SOAK_SECONDS=600 $(BIN)/python -m pytest -s tests/test_soak.py
 
 # The plug-in on every Transformers it claims to work with (needs the package index).
 matrix: setup

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.files import directory_bytes
 from support.large_checkpoint import write_large_checkpoint
 
 MIB = 1 << 20
@@ -48,10 +49,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run(script: str, paths: tuple[Path, Path]) -> object:
     command = [sys.executable, "-c", PREAMBLE + script, *map(str, paths)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def directory_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
 def test_preparing_and_loading_stay_within_their_memory(paths: tuple[Path, Path]) -> None:

@@ -14,6 +14,11 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+def directory_bytes(root: Path) -> int:
+    """Bytes of all files below `root`."""
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
 def flip_byte(path: Path, position: int) -> None:
     """Flip one bit of the byte at `position` (negative: from the end)."""
     data = bytearray(path.read_bytes())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
 
+from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store.files import header_bytes
 from support.tiny_models import tiny_config
 
@@ -17,6 +19,8 @@ def write_large_checkpoint(root: Path) -> Path:
     config = tiny_config("qwen3_moe", **SHAPE)
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(root)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, root)
     shapes = _tensor_shapes(config)
     header, end = {}, 0
     for name, shape in shapes.items():

@@ -10,9 +10,10 @@ from dynaexq.formats import VersionLayout, tier_format, tier_rank
 from dynaexq.residency.layout import PoolPlan, plan_pools
 
 MIB = 1 << 20
-OVERHEAD_BYTES = 24 * MIB
+OVERHEAD_BYTES = 36 * MIB
 OVERHEAD_SHARE = 0.03
-"""Thread stacks, allocator slack and small objects: a constant and a share of the dense weights."""
+OVERHEAD_PER_EXPERT = 1024
+"""Thread stacks, allocator slack and small objects: a constant, a share of the dense weights, entries and counters."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
         "dense weights": dense,
         "KV cache": int(1.25 * kv_cache) + state,
         "activations": work.tokens * per_token + attention + decoded_expert + logits,
-        "overhead": OVERHEAD_BYTES + int(OVERHEAD_SHARE * dense),
+        "overhead": OVERHEAD_BYTES
+        + int(OVERHEAD_SHARE * dense)
+        + OVERHEAD_PER_EXPERT * profile.shape.layers * profile.shape.experts,
     }
 
 

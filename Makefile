@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.cpp src/dynaexq/native/*.hpp)
 TEXTS ?=
 
-.PHONY: setup demo test lint bench soak table matrix clean
+.PHONY: setup demo test lint bench adaptive soak table matrix clean
 
 setup: $(VENV)/ready
 
@@ -32,6 +32,9 @@ bench: setup
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md
+
+adaptive: setup
+	$(BIN)/python -m benchmarks.adaptive $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/adaptive.json --readme README.md
 
 # Ten minutes under one memory limit while the workload shifts.
 soak: setup

@@ -37,7 +37,7 @@ def render(result: dict[str, Any]) -> str:
         ),
         "",
         "After warm-up (second half of each phase) against the map calibrated on that very phase (an oracle); passes "
-        f"after a shift until {100 * RECOVERED:.0f} % of the phase's final KL gain is back; bytes moved over the stream.",
+        f"after a shift until {100 * RECOVERED:.0f} % of its final KL gain is back; bytes moved over the stream.",
         "",
         *_table(
             ["high/low, share high", *(f"{phase} KL: dynaexq / oracle" for phase in PHASES), "passes: math, code",

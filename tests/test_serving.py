@@ -98,6 +98,8 @@ def test_a_ranking_decides_the_first_high_set(store: Path, tmp_path: Path) -> No
     mask = high_mask(runtime)
     assert np.array_equal(mask, pick_hottest(sums, mask.sum(1)))
     assert runtime.counters.promotions == 0
+    assert runtime.control is not None
+    assert runtime.control.hotness.sums.mean(1) == pytest.approx([1.0, 1.0])
 
 
 def test_hotness_survives_a_restart(store: Path, tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_hotness_survives_a_restart(store: Path, tmp_path: Path) -> None:
     assert np.array_equal(mask, pick_hottest(runtime.control.hotness.scores, mask.sum(1)))
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign"])
+@pytest.mark.parametrize("damage", ["cut", "foreign", "other signal"])
 def test_a_state_that_does_not_fit_is_ignored_with_a_warning_and_replaced(
     store: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -126,9 +128,12 @@ def test_a_state_that_does_not_fit_is_ignored_with_a_warning_and_replaced(
     profile(store, state)
     if damage == "cut":
         state.write_text(state.read_text()[:-20])
+    elif damage == "other signal":
+        loaded = TrafficProfile.model_validate_json(state.read_text())
+        TrafficProfile.of(loaded.fingerprint, "mass", loaded.sums, 1, []).save(state)
     else:
         TrafficProfile.of("other", "count", np.ones((2, 8)), 1, []).save(state)
-    with pytest.warns(UserWarning, match=r"state\.json is .* it is ignored"):
+    with pytest.warns(UserWarning, match=r"state\.json (is|holds) .* it is ignored"):
         model = load(store, state=str(state))
     runtime = runtime_of(model)
     assert runtime.control is not None

@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from dynaexq.control import ControlLoop
 from dynaexq.core import ExpertKey, StoreError
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import make_kernel
-from dynaexq.policy import pick_hottest
+from dynaexq.policy import Hotness, HotnessOptions, pick_hottest
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
 from dynaexq.residency.layout import PoolPlan, plan_pools
@@ -88,18 +86,16 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
         StoreError: the ranking is damaged or of another model; see serve_uniform. Such a state is only warned of.
     """
     source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
-    known = _read_state(adaptive, source)
+    known, before = _read_hotness(adaptive, source)
     plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
     experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
-    sums = known.sums if known else np.zeros((source.shape.layers, source.shape.experts))
-    link = load_versions(experts, source, tiers, pick_hottest(sums, plan.capacity), serving.progress)
+    link = load_versions(experts, source, tiers, pick_hottest(known.scores, plan.capacity), serving.progress)
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
     pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
-    before = known.routed if known else 0
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
     control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
-    control.hotness.restore(sums)
+    control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
     weakref.finalize(runtime, control.close)  # when the model is dropped, or at exit: threads end, hotness is kept
@@ -144,13 +140,23 @@ def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertR
     return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, None)
 
 
-def _read_state(adaptive: Adaptive, source: VersionSource) -> TrafficProfile | None:
-    """Hotness to start from: the state's, else the ranking's, else none."""
-    ranking = adaptive.ranking and TrafficProfile.load(adaptive.ranking, source.fingerprint, source.shape)
-    if adaptive.state is None or not adaptive.state.exists():
-        return ranking or None
-    try:
-        return TrafficProfile.load(adaptive.state, source.fingerprint, source.shape)
-    except StoreError as error:
-        warnings.warn(f"{error}; it is ignored, and replaced as traffic comes", stacklevel=2)
-        return ranking or None
+def _read_hotness(adaptive: Adaptive, source: VersionSource) -> tuple[Hotness, int]:
+    """Hotness to start from, and the router selections behind it: the state's, else the ranking's, else none.
+
+    A ranking counts as little traffic (one selection per expert), so that the first real traffic can overrule it.
+    """
+    shape, tuning = source.shape, adaptive.tuning
+    hotness = Hotness(shape.layers, shape.experts, HotnessOptions(tuning.alpha, tuning.prefill_weight))
+    if adaptive.ranking is not None:
+        hotness.restore(TrafficProfile.load(adaptive.ranking, source.fingerprint, shape).sums)
+        hotness.restore(hotness.scores)
+    if adaptive.state is not None and adaptive.state.exists():
+        try:
+            state = TrafficProfile.load(adaptive.state, source.fingerprint, shape)
+            if state.signal != tuning.signal:
+                raise StoreError(f"{adaptive.state} holds the signal {state.signal}, not {tuning.signal}")
+            hotness.restore(state.sums)
+            return hotness, state.routed
+        except StoreError as error:
+            warnings.warn(f"{error}; it is ignored, and replaced as traffic comes", stacklevel=2)
+    return hotness, 0

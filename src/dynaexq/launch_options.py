@@ -15,7 +15,7 @@ from dynaexq.tuning import Tuning, make_tuning
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis")
 ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
-PAIRED = ("static-map", *ADAPTIVE)
+PAIRED = (*ADAPTIVE, "static-map")
 """Modes with a high and a low tier."""
 
 

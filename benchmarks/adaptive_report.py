@@ -11,6 +11,7 @@ from dynaexq.plan.memory import MIB
 BEGIN, END = "<!-- adaptive:begin -->", "<!-- adaptive:end -->"
 SINGLE_MAPS = ("map of text", "map of math", "map of code")
 PHASES = ("text", "math", "code")
+EXTRAS = ("alpha 0.5", "signal mass", "layout keep")
 RECOVERED = 0.9
 
 
@@ -45,6 +46,7 @@ def render(result: dict[str, Any]) -> str:
             [_warm_row(name, cell, result["passes"]) for name, cell in result["cells"].items()],
         ),
         "",
+        *_variants(result["cells"]),
         *_verdict(result["cells"]),
     ]  # fmt: skip
     return "\n".join(lines)
@@ -110,6 +112,25 @@ def _warm_row(name: str, cell: dict[str, Any], passes: int) -> list[str]:
     ]
     moved = cell["moved_by_pass"]["dynaexq"][-1] / MIB
     return [name, *pairs, ", ".join("never" if each is None else str(each) for each in back), f"{moved:.0f}"]
+
+
+def _variants(cells: dict[str, Any]) -> Iterator[str]:
+    """Other settings, where they were run: paired KL of dynaexq minus theirs."""
+    rows = [
+        [name, *(_kl_interval(cell["against"][other]) for other in EXTRAS)]
+        for name, cell in cells.items()
+        if EXTRAS[0] in cell["against"]
+    ]
+    if rows:
+        yield "KL of dynaexq minus that of other settings, in 0.001 nats per token [95 % interval]; below 0: better."
+        yield ""
+        yield from _table(["high/low, share high", *EXTRAS], rows)
+        yield ""
+
+
+def _kl_interval(against: dict[str, Any]) -> str:
+    kl = against["stream"]["kl"]
+    return f"{1000 * kl['mean']:+.2f} [{1000 * kl['low']:+.2f}, {1000 * kl['high']:+.2f}]"
 
 
 def _verdict(cells: dict[str, Any]) -> Iterator[str]:

@@ -135,18 +135,23 @@ def _kl_interval(against: dict[str, Any]) -> str:
 
 def _verdict(cells: dict[str, Any]) -> Iterator[str]:
     """Where dynaexq is better by an interval that excludes 0, and where it is not."""
-    for group, others in (("maps of one workload", SINGLE_MAPS), ("maps of the whole stream", ("map of stream",))):
-        signs: dict[str, list[str]] = {"better": [], "no different": [], "worse": []}
-        for name, cell in cells.items():
-            for other in others:
-                loss = cell["against"][other]["stream"]["loss"]
-                sign = "better" if loss["high"] < 0 else "worse" if loss["low"] > 0 else "no different"
-                signs[sign].append(f"{name} against {other}")
-        counts = ", ".join(f"{sign} than {len(each)}" for sign, each in signs.items())
-        rest = "; ".join(signs["no different"] + signs["worse"])
-        yield f"Loss against {group}: {counts}{f' ({rest} not better)' if rest else ''}."
+    for measure, title in (("kl", "KL"), ("loss", "Loss")):
+        for group, others in (("maps of one workload", SINGLE_MAPS), ("maps of the whole stream", ("map of stream",))):
+            signs: dict[str, list[str]] = {"better": [], "undecided": [], "worse": []}
+            for name, cell in cells.items():
+                for other in others:
+                    found = cell["against"][other]["stream"][measure]
+                    sign = "better" if found["high"] < 0 else "worse" if found["low"] > 0 else "undecided"
+                    signs[sign].append(f"{name} {other.removeprefix('map of ')}")
+            texts = [f"{len(signs['better'])} better"]
+            texts += [
+                f"{len(signs[sign])} {sign} ({'; '.join(signs[sign])})"
+                for sign in ("undecided", "worse")
+                if signs[sign]
+            ]
+            yield f"* {title} against {group}: {', '.join(texts)}."
     worse = [name for name, cell in cells.items() if cell["against"]["uniform"]["stream"]["loss"]["low"] > 0]
     if worse:
-        yield f"A uniform tier of the same bytes is better at: {'; '.join(worse)}."
+        yield f"* A uniform tier of the same bytes is better at: {'; '.join(worse)}."
     waits = sum(count for cell in cells.values() for count in cell["waits"].values())
-    yield f"Waits on the token path: {waits}."
+    yield f"* Waits on the token path: {waits}."

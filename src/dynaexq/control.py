@@ -51,8 +51,11 @@ class ControlOptions:
         """Raise OptionError for unknown or impossible values."""
         if self.drive not in DRIVES:
             raise OptionError(f"unknown drive '{self.drive}'; known drives are {', '.join(DRIVES)}")
-        if not 0 < self.first_interval <= self.interval or self.every_windows < 1:
-            raise OptionError(f"impossible update intervals in {self}")
+        if not 0 < self.first_interval <= self.interval:
+            pair = f"first_interval {self.first_interval:g} and interval {self.interval:g}"
+            raise OptionError(f"{pair}: the first must be above 0, and the second not below it")
+        if self.every_windows < 1:
+            raise OptionError(f"every_windows {self.every_windows}: need at least 1")
         check_signal(self.signal)
         self.hotness.check()
         self.selection.check()

@@ -139,8 +139,9 @@ class Opened:
             return plan
         if high is None:
             raise OptionError(f"every expert fits at {plan.tier}, the highest tier: use --mode full")
+        spare_blocks = f"{tuning.spare} spare blocks and " if tuning.spare else ""
         raise MemoryLimitError(
-            f"all experts fit at {plan.tier}, but not one more at {high} beside them; raise the limit, "
+            f"all experts fit at {plan.tier}, but not {spare_blocks}one more at {high} beside them; raise the limit, "
             f"use --mode static --tier {plan.tier}, or give --high and a smaller --low"
         )
 

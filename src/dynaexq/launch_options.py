@@ -10,6 +10,7 @@ import torch
 
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS, tier_format, tier_rank
+from dynaexq.traffic import check_state_file
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,6 +39,11 @@ class LaunchOptions:
     ranking: Path | None = None
     tune: dict[str, Any] = field(default_factory=dict)
     drive: str = "thread"
+
+    @property
+    def files(self) -> tuple[Path | None, Path | None, Path | None]:
+        """Files that options name."""
+        return self.profile, self.state, self.ranking
 
     def check(self) -> None:
         """Raise OptionError for unknown, conflicting or useless values."""
@@ -81,7 +87,7 @@ class LaunchOptions:
                     raise OptionError(f"--{name} goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
         for name, path in (("map", self.profile), ("ranking", self.ranking)):
             if path is not None and not path.is_file():
-                raise OptionError(f"--{name} {path}: no such file; make one with `dynaexq calibrate`")
-        if self.state is not None and (self.state.is_dir() or not self.state.absolute().parent.is_dir()):
-            raise OptionError(f"--state {self.state}: not a file in an existing directory")
+                raise OptionError(f"--{name} {path}: not there, or no regular file; `dynaexq calibrate` makes one")
+        if self.state is not None:
+            check_state_file(self.state)
         self.make_tuning()

@@ -22,7 +22,7 @@ from dynaexq.residency.layout import PoolPlan, plan_pools
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
-from dynaexq.traffic import TrafficMeter, TrafficProfile
+from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.tuning import Tuning
 
 LoadProgress = Callable[[int, int], None]
@@ -86,6 +86,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
         StoreError: the ranking is damaged or of another model; see serve_uniform. Such a state is only warned of.
     """
     source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
+    if adaptive.state is not None:
+        check_state_file(adaptive.state)
     known, before = _read_hotness(adaptive, source)
     plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
     experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
@@ -108,7 +110,7 @@ class StateSaver:
     def __init__(self, path: Path, fingerprint: str, signal: str, before: int) -> None:
         """`before` router selections were counted in earlier runs."""
         self._before = before
-        self._path = path
+        self._path = path.resolve()  # a link stays a link, and what it points to is replaced
         self._fingerprint = fingerprint
         self._signal = signal
         self._warned = False

@@ -53,11 +53,11 @@ class Tuning:
 
     def check(self) -> None:
         """Raise OptionError for unknown or impossible values."""
+        if self.link_gbps is not None and not self.link_gbps > 0:
+            raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
         self.control("thread").check()
         self.rate("thread", 1.0).check()
         check_layout(self.layout, self.spare)
-        if self.link_gbps is not None and not self.link_gbps > 0:
-            raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
 
     def control(self, drive: str) -> ControlOptions:
         """Options of the control loop."""
@@ -98,10 +98,15 @@ KNOBS = tuple(field.name for field in fields(Tuning))
 IDLE_KNOBS = {
     "thread": ("every_windows",),
     "blocking": ("every_windows", "rate_gbps"),
-    "replay": ("first_interval", "interval", "rate_gbps", "link_gbps"),
+    "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps"),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
 
+MOVES = {
+    "thread": "versions move in the background",
+    "blocking": "passes wait for every move",
+    "replay": "versions move between passes, and settle before the next",
+}
 HYSTERESIS_KNOBS = ("margin", "rank_slack")
 
 
@@ -129,7 +134,7 @@ def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> 
         if name not in KNOBS:
             raise OptionError(f"unknown knob {name!r}; known are {', '.join(KNOBS)}")
         if name in IDLE_KNOBS.get(drive, ()):
-            raise OptionError(f"{name} does nothing here (versions are moved by drive '{drive}'); leave it out")
+            raise OptionError(f"{name} does nothing here, where {MOVES[drive]}; leave it out")
         if name in HYSTERESIS_KNOBS and not hysteresis:
             raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
     tuning = Tuning(**values)

@@ -63,6 +63,11 @@ def test_a_profile_drives_a_map_a_ranking_and_a_state(store: Path, text: Path, t
     plain = json.loads(run(*common, "--mode", "no-hysteresis", "--ranking", str(profile)).stdout)
     assert plain["mode"] == "no-hysteresis"
 
+    link = tmp_path / "link.json"
+    link.symlink_to(state)
+    run(*common, "--mode", "dynaexq", "--state", str(link))
+    assert link.is_symlink()
+
     state.write_text(state.read_text()[:-5])
     warned = run(*common, "--mode", "dynaexq", "--state", str(state))
     assert "state.json is no whole traffic profile" in " ".join(warned.stderr.split())
@@ -82,20 +87,33 @@ def test_options_that_conflict_or_do_nothing_stop_the_start(store: Path, text: P
     for code, words, arguments in (
         (2, "go together", ("--mode", "static-map")),
         (2, "go together", ("--map", str(profile))),
-        (2, "no such file", ("--mode", "static-map", "--map", str(tmp_path / "none.json"), *PAIR)),
+        (2, "not there, or no regular file", ("--mode", "static-map", "--map", str(tmp_path / "none.json"), *PAIR)),
         (5, "is no whole traffic profile", ("--mode", "static-map", "--map", str(profile), *PAIR)),
         (5, "is no whole traffic profile", ("--mode", "dynaexq", "--ranking", str(profile), *PAIR)),
         (2, "--state goes with --mode dynaexq", ("--mode", "full", "--state", str(tmp_path / "s.json"))),
         (2, "--tune goes with --mode dynaexq", ("--mode", "full", "--tune", "alpha=0.5")),
         (2, "not a file in an existing directory", ("--mode", "dynaexq", "--state", str(tmp_path / "no" / "s.json"))),
         (2, "does nothing in mode 'no-hysteresis'", ("--mode", "no-hysteresis", "--tune", "margin=1")),
+        (2, "was never a traffic profile", ("--mode", "dynaexq", "--state", str(text))),
+        (2, "no regular file", ("--mode", "dynaexq", "--state", "/dev/null")),
+        (2, "File name too long", ("--mode", "dynaexq", "--state", "x" * 300)),
+        (2, "is a model's directory", ("--mode", "dynaexq", "--state", str(store / "s.json"))),
+        (6, "not 100000 spare blocks and one more", ("--mode", "dynaexq", *PAIR, "--tune", "spare=100000")),
+        (2, "the first must be above 0", ("--mode", "dynaexq", "--tune", "interval=0.01")),
         (2, "every_windows does nothing here", ("--mode", "dynaexq", "--tune", "every_windows=2")),
         (2, "with a name of signal, alpha", ("--mode", "dynaexq", "--tune", "speed=2")),
     ):
         refuse(*generate, *arguments, code=code, words=words)
+    both = str(tmp_path / "both.json")
+    refuse(*generate, "--mode", "dynaexq", "--state", both, "--json", both, code=2, words="given for another option")
+    evaluate = ("evaluate", str(store), "--text", str(text), "--mode", "dynaexq")
+    refuse(*evaluate, "--tune", "prefill_weight=2", code=2, words="every pass is a prefill")
     calibrate = ("calibrate", str(store), "--text", str(text))
+    refuse(*calibrate, "-o", both, "--json", both, code=2, words="given for another option")
+    refuse(*calibrate, "-o", str(store / "p.json"), code=2, words="is a model's directory")
+    refuse(*calibrate, "-o", str(text), "--force", code=2, words="given for another option")
     refuse(*calibrate, "-o", str(profile), code=2, words="exists; --force replaces it")
-    refuse(*calibrate, code=2, words="give --output")
+    refuse(*calibrate, code=2, words="give an --output")
     refuse(*calibrate[:2], "-o", str(tmp_path / "p.json"), code=2, words="give at least one --text")
     refuse(*calibrate, "-o", str(tmp_path / "p.json"), "--signal", "luck", code=2, words="unknown hotness signal")
     assert profile.read_text() == "{}"
@@ -113,4 +131,5 @@ def test_probe_measures_a_store_and_a_directory(store: Path, tmp_path: Path) -> 
     assert found["memory"]["read"] > 0 < found["memory"]["copy"]
     assert not list(tmp_path.iterdir())
     refuse("probe", str(tmp_path / "none"), code=2, words="is no directory")
+    refuse("probe", str(tmp_path), "--size", "1", code=2, words="too little to measure")
     refuse("probe", str(tmp_path), "--size", "100T", code=6, words="give less")

@@ -56,6 +56,7 @@ def change(name: str, value: Any) -> Any:
         change("hotness", []),
         change("hotness", [[-1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
         change("traffic_profile", 2),
+        change("hotness", [[1e308, 0.0, 0.0], [0.0, 0.0, 0.0]]),
         change("more", 1),
         lambda text: "[]",
     ],
@@ -67,7 +68,7 @@ def test_damaged_profiles_are_refused_by_name(path: Path, damage: Any) -> None:
 
 
 def test_unreadable_profiles_are_refused_by_name(path: Path) -> None:
-    with pytest.raises(StoreError, match="cannot read"):
+    with pytest.raises(StoreError, match="no regular file"):
         TrafficProfile.load(path.parent, "model", SHAPE)
     with pytest.raises(StoreError, match="cannot read"):
         TrafficProfile.load(path.parent / "none.json", "model", SHAPE)

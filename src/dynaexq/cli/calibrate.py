@@ -19,7 +19,7 @@ from dynaexq.cli.options import (
     ModelArgument,
     read_request,
 )
-from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
+from dynaexq.cli.output import check_json_target, check_output, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.evaluate import read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
@@ -59,13 +59,14 @@ def calibrate(
 
       dynaexq calibrate ./store --text mail.txt --text code.txt --max-tokens 50000 -o ours.json
     """
-    check_json_target(json_target)
+    check_json_target(json_target, output, *(text or []))
     check_signal(signal)
     request = read_request(model, demo, mode="uniform", memory=memory, expert_memory=expert_memory, dtype=dtype)
     if not text:
         raise OptionError("give at least one --text")
-    if output is None or output.is_dir() or not output.absolute().parent.is_dir():
-        raise OptionError("give --output: a file in an existing directory")
+    if output is None:
+        raise OptionError("give an --output")
+    check_output("--output", output, *text)
     if output.exists() and not force:
         raise OptionError(f"{output} exists; --force replaces it")
     documents = ["\n\n".join(read_documents(path)) for path in text]

@@ -51,7 +51,7 @@ def generate(
 
       dynaexq generate ./store --mode static --tier int4 --prompt-file question.txt --json result.json
     """
-    check_json_target(json_target)
+    check_json_target(json_target, prompt_file, *request.options.files)
     if temperature == 0 and (top_p != 1.0 or seed is not None):
         raise OptionError("--top-p and --seed do nothing at temperature 0; give --temperature")
     model, options = request.model, request.options

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
 from dynaexq.launch_options import PAIRED, LaunchOptions
@@ -112,6 +113,8 @@ def read_request(
         drive=drive,
     )
     options.check()
+    if state is not None:
+        check_output("--state", state, map, ranking)
     name = pick_model(model, demo)
     if demo and mode in ("auto", "uniform", *PAIRED) and memory is None and expert_memory is None:
         options = replace(options, expert_memory=DEMO_EXPERT_MEMORY)

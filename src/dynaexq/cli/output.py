@@ -56,16 +56,25 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def check_json_target(target: str | None) -> None:
-    """Raise OptionError now if the JSON file could not be written later."""
-    if target in (None, "-"):
-        return
-    path = Path(str(target)).absolute()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise OptionError(f"--json {target}: not a file in an existing, writable directory")
-    for place in (path.parent, path.parent.parent):
-        if (place / MANIFEST_NAME).exists() or (place / "config.json").exists():
-            raise OptionError(f"--json {target}: {place} is a model's directory; write the result elsewhere")
+def check_json_target(target: str | None, *others: Path | None) -> None:
+    """Raise OptionError now if the JSON file could not be written later, or is one of `others`."""
+    if target not in (None, "-"):
+        check_output("--json", Path(str(target)), *others)
+
+
+def check_output(option: str, path: Path, *others: Path | None) -> None:
+    """Raise OptionError unless a file can be written to `path` that is none of `others` and no part of a model."""
+    try:
+        real = path.resolve()
+        if path.is_dir() or not real.parent.is_dir() or not os.access(real.parent, os.W_OK):
+            raise OptionError(f"{option} {path}: not a file in an existing, writable directory")
+        for place in (real.parent, real.parent.parent):
+            if (place / MANIFEST_NAME).exists() or (place / "config.json").exists():
+                raise OptionError(f"{option} {path}: {place} is a model's directory; write the result elsewhere")
+        if any(other is not None and other.resolve() == real for other in others):
+            raise OptionError(f"{option} {path}: the same file is given for another option")
+    except (OSError, RuntimeError) as error:  # names too long, loops of links
+        raise OptionError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_json(target: str, result: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dynaexq.cli.options import JsonOption
 from dynaexq.cli.output import check_json_target, reports_errors, stderr, write_json
 from dynaexq.core import MemoryLimitError, OptionError
 from dynaexq.launch import cache_directory
-from dynaexq.plan.memory import format_bytes
+from dynaexq.plan.memory import MIB, format_bytes
 from dynaexq.plan.probe import measure_disk, measure_memory, measure_store
 from dynaexq.plan.process import available_memory
 from dynaexq.plan.sizes import parse_size
@@ -39,6 +39,8 @@ def probe(
     """
     check_json_target(json_target)
     nbytes = parse_size(size, "--size")
+    if nbytes < MIB:
+        raise OptionError(f"--size {size}: too little to measure; give at least 1M")
     if 2 * nbytes > available_memory():
         raise MemoryLimitError(f"--size {size}: two buffers of it are more than the memory available; give less")
     target = cache_directory() if place is None else place

@@ -16,7 +16,7 @@ from dynaexq.core import BLOCK_BYTES, StoreError, round_up
 from dynaexq.device import CpuDevice
 from dynaexq.native import read_extent
 from dynaexq.store import ExpertStore
-from dynaexq.store.files import write_all, write_error
+from dynaexq.store.files import write_all
 
 REPEATS = 5
 CHUNK_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def measure_disk(directory: Path, nbytes: int) -> LinkSpeed:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return _read_back(Path(file.name), nbytes)
     except OSError as error:
-        raise write_error(directory / "a file for the probe", error) from error
+        raise StoreError(f"cannot write {nbytes} bytes into {directory}: {error.strerror or error}") from error
 
 
 def _read_back(path: Path, nbytes: int) -> LinkSpeed:

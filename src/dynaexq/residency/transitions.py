@@ -45,8 +45,10 @@ class RateLimit:
 
     def check(self) -> None:
         """Raise OptionError for values that would stop all traffic."""
-        if self.in_flight < 1 or (self.bytes_per_second is not None and not self.bytes_per_second > 0):
-            raise OptionError(f"{self}: no version could ever move")
+        if self.in_flight < 1:
+            raise OptionError(f"in_flight {self.in_flight}: no version could ever move; need at least 1")
+        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
+            raise OptionError(f"a rate of {self.bytes_per_second:g} bytes per second: no version could ever move")
 
 
 class TransitionPipeline:
@@ -204,7 +206,8 @@ class TransitionPipeline:
         self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
         if self._wanted[key] == promoting:
             (self._promotions if promoting else self._demotions).append(self._experts.shape.index(key))
-        self._report_failure(f"{key}: {error}; its version in force stays, next try in {backoff:g} s")
+        expert = f"expert {key.expert} of MoE layer {key.layer}"
+        self._report_failure(f"{expert}: {error}; its version in force stays, next try in {backoff:g} s")
 
 
 def _line_up(mask: np.ndarray[Any, np.dtype[np.bool_]], order: np.ndarray[Any, np.dtype[np.float64]]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dynaexq.core import ModelShape, StoreError
+from dynaexq.core import ModelShape, OptionError, StoreError
 from dynaexq.native import crc32c
 from dynaexq.store.files import replace_atomically, write_all
 
@@ -16,6 +16,30 @@ PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 256 << 20
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
+
+
+BEGINNING = b'{"traffic_profile":'
+"""Of every profile that this program writes."""
+
+MAX_HOTNESS = 1e15
+"""More selections than a model can make; beyond it sums of hotness lose their meaning."""
+
+
+def check_state_file(path: Path) -> None:
+    """Raise OptionError unless `path` can become a state file: absent, or a regular file that began as a profile."""
+    try:
+        if not path.resolve().parent.is_dir() or path.name in ("", ".", ".."):
+            raise OptionError(f"state {str(path)!r}: not a file in an existing directory")
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise OptionError(f"state {path}: it is there, and no regular file; name another")
+        with path.open("rb") as file:
+            found = file.read(len(BEGINNING))
+    except (OSError, RuntimeError) as error:  # names too long, unreadable files, loops of links
+        raise OptionError(f"state {path}: {getattr(error, 'strerror', None) or error}") from error
+    if found and found != BEGINNING:
+        raise OptionError(f"state {path}: it is there, and was never a traffic profile; name another file")
 
 
 class TrafficProfile(BaseModel):
@@ -41,8 +65,8 @@ class TrafficProfile(BaseModel):
         if len({len(row) for row in self.hotness}) != 1 or not self.hotness[0]:
             raise ValueError("its rows differ in length")
         sums = self.sums
-        if (sums < 0).any():
-            raise ValueError("negative hotness")
+        if (sums < 0).any() or (sums > MAX_HOTNESS).any():
+            raise ValueError("hotness that is negative or beyond belief")
         if _checksum(sums) != self.crc32c:
             raise ValueError("its numbers do not match their checksum")
         return self
@@ -77,6 +101,8 @@ class TrafficProfile(BaseModel):
             StoreError: missing, damaged, or of another model.
         """
         try:
+            if path.exists() and not path.is_file():
+                raise StoreError(f"{path} is no regular file: no traffic profile")
             if path.stat().st_size > MAX_PROFILE_BYTES:
                 raise StoreError(f"{path} is larger than {MAX_PROFILE_BYTES >> 20} MiB: no traffic profile")
             profile = cls.model_validate_json(path.read_bytes())

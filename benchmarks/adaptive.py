@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks.adaptive_report import render, replace_table
+from benchmarks.adaptive_stream import Stream
 from benchmarks.machine import THREADS, describe_run, save
 from benchmarks.workloads import Workload, read_workloads
 from dynaexq.evaluate.divergence import Scores, compare_models
-from dynaexq.evaluate.intervals import bootstrap_mean
 from dynaexq.formats import DEFAULT_QUANTIZER, VersionLayout, tier_rank
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, load_tokenizer, open_experts, quiet_transformers
@@ -142,55 +142,6 @@ def compare(job: Job) -> dict[str, Any]:
             for cell in job.cells
         },
     }
-
-
-class Stream:
-    """The windows of all workloads in a row: which belong to which phase and document."""
-
-    def __init__(self, workloads: dict[str, Workload], batch: int) -> None:
-        self.batch = batch
-        counts = [len(each.documents) for each in workloads.values()]
-        edges = np.cumsum([0, *counts])
-        self.phases = {
-            name: np.arange(start, end) for name, start, end in zip(workloads, edges, edges[1:], strict=False)
-        }
-        offsets = np.cumsum([0] + [int(each.documents.max()) + 1 for each in workloads.values()])
-        pairs = zip(workloads.values(), offsets, strict=False)
-        self.documents = np.concatenate([each.documents + offset for each, offset in pairs])
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """Windows by what is reported: the stream, its phases, and the second half of each phase, warmed up."""
-        halves = {f"{name} warm": windows[len(windows) // 2 :] for name, windows in self.phases.items()}
-        return {"stream": np.arange(len(self.documents)), **self.phases, **halves}
-
-    def interval(self, sums: Any, tokens: Any, windows: Any) -> dict[str, float]:
-        """Mean per token and its 95 % interval over the documents of `windows`."""
-        _, owner = np.unique(self.documents[windows], return_inverse=True)
-        return bootstrap_mean(np.bincount(owner, sums[windows]), np.bincount(owner, tokens[windows]))._asdict()
-
-    def summary(self, scores: Scores) -> dict[str, Any]:
-        """Loss and KL of one variant, by part."""
-        losses, divergences, tokens = scores.arrays()
-        return {
-            part: {
-                "loss": self.interval(losses, tokens, windows),
-                "kl": self.interval(divergences, tokens, windows),
-            }
-            for part, windows in self.parts.items()
-        }
-
-    def paired(self, scores: Scores, other: Scores) -> dict[str, Any]:
-        """Loss and KL of `scores` minus those of `other`, by part: negative where `scores` is better."""
-        losses, divergences, tokens = scores.arrays()
-        other_losses, other_divergences, _ = other.arrays()
-        return {
-            part: {
-                "loss": self.interval(losses - other_losses, tokens, windows),
-                "kl": self.interval(divergences - other_divergences, tokens, windows),
-            }
-            for part, windows in self.parts.items()
-        }
 
 
 def _describe(

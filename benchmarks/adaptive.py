@@ -63,7 +63,7 @@ class Cell(NamedTuple):
 
 
 CELLS = [Cell(*pair, share, DEFAULT_QUANTIZER) for pair, shares in SHARES.items() for share in shares]
-QUICK_CELLS = [Cell("int4", "int1", 0.5, DEFAULT_QUANTIZER)]
+QUICK_CELLS = [Cell("int4", "int1", 0.5, "rtn")]
 
 
 class Job(NamedTuple):
@@ -113,10 +113,11 @@ def compare(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     quiet_transformers()
     workloads = read_workloads(load_tokenizer(EMBEDDED_MODEL), job.texts, job.passes * job.batch, TOKENS)
-    reference = load_model(job.stores[DEFAULT_QUANTIZER], DynaExqConfig(mode="full"), torch.float32)
+    any_store = next(iter(job.stores.values()))  # bf16 is the same in all
+    reference = load_model(any_store, DynaExqConfig(mode="full"), torch.float32)
     models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        profiles = _calibrate(reference, workloads, job.stores[DEFAULT_QUANTIZER], Path(directory))
+        profiles = _calibrate(reference, workloads, any_store, Path(directory))
         for quantizer, tier in sorted({(cell.quantizer, tier) for cell in job.cells for tier in _uniforms(cell, job)}):
             config = DynaExqConfig(mode="static", tier=tier)
             models[f"{quantizer} {tier}"] = load_model(job.stores[quantizer], config, torch.float32)
@@ -242,7 +243,7 @@ def _calibrate(reference: Any, workloads: dict[str, Workload], store: Path, targ
 
 
 def _prepare(directory: Path, cells: list[Cell]) -> dict[str, Path]:
-    stores = {name: directory / name for name in {DEFAULT_QUANTIZER} | {cell.quantizer for cell in cells}}
+    stores = {cell.quantizer: directory / cell.quantizer for cell in cells}
     for quantizer, root in stores.items():
         options = PrepareOptions(UNIFORM, 64, quantizer)
         prepare_store(open_experts(EMBEDDED_MODEL)[1], root, options, lambda *_: None)
@@ -252,7 +253,7 @@ def _prepare(directory: Path, cells: list[Cell]) -> dict[str, Path]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one cell, four passes a phase")
+    parser.add_argument("--quick", action="store_true", help="one cell with rtn, two passes a phase")
     parser.add_argument("--texts", type=Path, help="directory with the texts that are not shipped")
     parser.add_argument("--jobs", type=int, default=THREADS, choices=(1, THREADS), help="processes of one thread each")
     parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")

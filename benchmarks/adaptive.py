@@ -4,7 +4,7 @@
 
 A stream of three workloads (text, then math, then code) goes through every variant, one window set per forward pass and
 one update of the high set after each. Per cell (tiers, share of experts that can be high) all variants have the same
-bytes. Perplexity, KL to bf16 and paired differences, 95 % intervals by bootstrap over documents.
+bytes. Loss, KL to bf16 and paired differences, 95 % intervals by bootstrap over documents.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.adaptive_report import render, replace_table
+from benchmarks.adaptive_report import render
 from benchmarks.adaptive_stream import Stream
-from benchmarks.machine import THREADS, describe_run, save
+from benchmarks.machine import THREADS, describe_run, publish
 from benchmarks.workloads import Workload, read_workloads
 from dynaexq.evaluate.divergence import Scores, compare_models
 from dynaexq.formats import DEFAULT_QUANTIZER, VersionLayout, tier_rank
@@ -100,12 +100,7 @@ def main() -> None:
         "full": results[0]["full"],
         "cells": {cell.name: found[cell.name] for cell in cells},
     }
-    save(result, arguments.json)
-    table = render(result)
-    if arguments.readme:
-        replace_table(Path(arguments.readme), table)
-    if arguments.json != "-":
-        print(table)
+    publish(result, render(result), "adaptive", arguments.json, arguments.readme)
 
 
 def compare(job: Job) -> dict[str, Any]:
@@ -168,7 +163,6 @@ def _describe(
         "moved_by_pass": {
             name: moved[f"{cell.name} {name}"] for name in online if moved[f"{cell.name} {name}"][-1] > 0
         },
-        "waits": {name: runtime_of(model).counters.waits for name, model in online.items()},
         "promotions": {name: runtime_of(model).counters.promotions for name, model in online.items()},
         "hot_share_high": {name: runtime_of(model).hot_share_high for name, model in online.items()},
         "kl_by_pass": {name: _by_pass(each, stream.batch) for name, each in mine.items()},

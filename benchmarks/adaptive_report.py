@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from dynaexq.plan.memory import MIB
 
-BEGIN, END = "<!-- adaptive:begin -->", "<!-- adaptive:end -->"
 SINGLE_MAPS = ("map of text", "map of math", "map of code")
 PHASES = ("text", "math", "code")
 EXTRAS = ("alpha 0.5", "signal mass", "layout keep")
@@ -50,13 +48,6 @@ def render(result: dict[str, Any]) -> str:
         *_verdict(result["cells"]),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def replace_table(path: Path, table: str) -> None:
-    """Put `table` between the markers of a Markdown file."""
-    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 def recovery_passes(low: list[float], found: list[float], start: int, end: int) -> int | None:
@@ -153,5 +144,3 @@ def _verdict(cells: dict[str, Any]) -> Iterator[str]:
     worse = [name for name, cell in cells.items() if cell["against"]["uniform"]["stream"]["loss"]["low"] > 0]
     if worse:
         yield f"* A uniform tier of the same bytes is better at: {'; '.join(worse)}."
-    waits = sum(count for cell in cells.values() for count in cell["waits"].values())
-    yield f"* Waits on the token path: {waits}."

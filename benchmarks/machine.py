@@ -42,6 +42,18 @@ def describe_run() -> dict[str, Any]:
     }
 
 
+def publish(result: dict[str, Any], table: str, section: str, json_target: str | None, readme: str | None) -> None:
+    """Save a result, print its table, and put that between the markers of `section` in a Markdown file."""
+    save(result, json_target)
+    if readme:
+        path, begin, end = Path(readme), f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+        before, rest = path.read_text(encoding="utf-8").split(begin)
+        _, after = rest.split(end)
+        path.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
+    if json_target != "-":
+        print(table)
+
+
 def save(result: dict[str, Any], target: str | None) -> None:
     """Write JSON to a file, or to stdout for `-`."""
     text = json.dumps(result, indent=1)

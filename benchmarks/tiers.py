@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import describe_run, pin_threads, save
+from benchmarks.machine import describe_run, pin_threads, publish
 from dynaexq.core import ExpertShape
 from dynaexq.evaluate import read_documents
 from dynaexq.evaluate.divergence import Scores, compare_models
@@ -40,7 +40,6 @@ VARIANTS = [(tier, quantizer) for tier in QUANTISED for quantizer in QUANTIZERS 
 """hqq moves offsets alone, so on the symmetric int8 it is rtn."""
 
 GROUP_SIZE, WINDOW, BATCH = 64, 512, 8
-BEGIN, END = "<!-- tiers:begin -->", "<!-- tiers:end -->"
 
 
 def main() -> None:
@@ -67,12 +66,7 @@ def main() -> None:
         result["texts"][name] = {variant: _summary(each) for variant, each in scores.items()}
         result["int2_default_against_rtn"][name] = _paired(scores[f"int2 {DEFAULT_QUANTIZER}"], scores["int2 rtn"])
     result["tiers"] = {tier: _sizes(tier, shape.expert, shape.layers * shape.experts) for tier in _tiers(variants)}
-    save(result, arguments.json)
-    table = render(result)
-    if arguments.readme:
-        _replace_table(Path(arguments.readme), table)
-    if arguments.json != "-":
-        print(table)
+    publish(result, render(result), "tiers", arguments.json, arguments.readme)
 
 
 def render(result: dict[str, Any]) -> str:
@@ -98,13 +92,6 @@ def render(result: dict[str, Any]) -> str:
     margin = f"Perplexity that `{DEFAULT_QUANTIZER}` takes off `rtn` at int2 (paired, 95 % interval): {margins}."
     lines += ["", margin, "", f"Tokens: {tokens}. Groups of {GROUP_SIZE}; MiB is all experts, padding left out."]
     return "\n".join(lines)
-
-
-def _replace_table(path: Path, table: str) -> None:
-    """Put `table` between the markers of a Markdown file."""
-    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 def _parse() -> argparse.Namespace:

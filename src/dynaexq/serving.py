@@ -88,7 +88,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
     if adaptive.state is not None:
         check_state_file(adaptive.state)
-    known, before = _read_hotness(adaptive, source)
+    options = tuning.control(adaptive.drive)
+    known, before = _read_hotness(adaptive, source, options.hotness)
     plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
     experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
     link = load_versions(experts, source, tiers, pick_hottest(known.scores, plan.capacity), serving.progress)
@@ -96,7 +97,7 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
     pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
-    control = ControlLoop(experts, pipeline, tuning.control(adaptive.drive), wake, save)
+    control = ControlLoop(experts, pipeline, options, wake, save)
     control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
@@ -142,21 +143,21 @@ def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertR
     return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, None)
 
 
-def _read_hotness(adaptive: Adaptive, source: VersionSource) -> tuple[Hotness, int]:
+def _read_hotness(adaptive: Adaptive, source: VersionSource, options: HotnessOptions) -> tuple[Hotness, int]:
     """Hotness to start from, and the router selections behind it: the state's, else the ranking's, else none.
 
     A ranking counts as little traffic (one selection per expert), so that the first real traffic can overrule it.
     """
-    shape, tuning = source.shape, adaptive.tuning
-    hotness = Hotness(shape.layers, shape.experts, HotnessOptions(tuning.alpha, tuning.prefill_weight))
+    shape, signal = source.shape, adaptive.tuning.signal
+    hotness = Hotness(shape.layers, shape.experts, options)
     if adaptive.ranking is not None:
         hotness.restore(TrafficProfile.load(adaptive.ranking, source.fingerprint, shape).sums)
         hotness.restore(hotness.scores)
     if adaptive.state is not None and adaptive.state.exists():
         try:
             state = TrafficProfile.load(adaptive.state, source.fingerprint, shape)
-            if state.signal != tuning.signal:
-                raise StoreError(f"{adaptive.state} holds the signal {state.signal}, not {tuning.signal}")
+            if state.signal != signal:
+                raise StoreError(f"{adaptive.state} holds the signal {state.signal}, not {signal}")
             hotness.restore(state.sums)
             return hotness, state.routed
         except StoreError as error:

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.cpp src/dynaexq/native/*.hpp)
+NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.[ch]pp src/dynaexq/native/*/*.[ch]pp)
 TEXTS ?=
 
 .PHONY: setup demo test lint bench adaptive soak table matrix clean

@@ -8,6 +8,7 @@
 #include "checksum.hpp"
 #include "handles.hpp"
 #include "io.hpp"
+#include "kernels/bindings.hpp"
 
 namespace nb = nanobind;
 using namespace dynaexq;
@@ -73,4 +74,5 @@ NB_MODULE(_native, m) {
   m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
   m.def("crc32c_portable", &checksum_portable, nb::arg("data"), nb::arg("crc") = 0);
   m.def("limit_malloc", &limit_malloc);
+  bind_kernels(m);
 }

@@ -1,0 +1,123 @@
+// Python's view of the kernels. Tensors come as addresses: their conversion would cost as much as a small layer.
+// Callers (kernels/native.py, kernels/dense.py) answer for shapes, element types and lifetimes.
+#include "bindings.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../team.hpp"
+#include "experts.hpp"
+#include "linear.hpp"
+
+namespace nb = nanobind;
+
+namespace dynaexq {
+namespace {
+
+using Address = std::uintptr_t;
+using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FormatTuple = std::tuple<int, int, std::size_t, std::size_t, std::size_t>;  // bits, group, gate, up, down
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Number number_of(bool bfloat16) { return bfloat16 ? Number::BFloat16 : Number::Float32; }
+
+const TileSet& find_tiles(const std::string& name) {
+  for (const TileSet* const* set = available_tiles(); *set; ++set)
+    if (name == (*set)->name) return **set;
+  throw std::invalid_argument("no kernels for '" + name + "' on this processor");
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const TileSet* const* set = available_tiles(); *set; ++set) names.emplace_back((*set)->name);
+  return names;
+}
+
+ExpertLayers make_layers(Address arena, std::size_t arena_bytes, int experts, int hidden, int intermediate,
+                         const std::vector<FormatTuple>& formats, bool exact, const std::string& instructions) {
+  std::vector<VersionFormat> versions;
+  for (const auto& [bits, group, gate, up, down] : formats) versions.push_back({{bits, group}, {gate, up, down}});
+  return ExpertLayers(at<const std::uint8_t>(arena), arena_bytes, experts, hidden, intermediate, std::move(versions),
+                      exact, find_tiles(instructions));
+}
+
+LayerGate make_gate(bool clamped, float alpha, float limit, bool interleaved, Address gate_up_bias,
+                    Address down_bias) {
+  const GateKind kind = clamped ? GateKind::ClampedSwiGlu : GateKind::SwiGlu;
+  return {{kind, alpha, limit}, interleaved, at<const float>(gate_up_bias), at<const float>(down_bias)};
+}
+
+void forward_experts(const ExpertLayers& layers, const LayerGate& gate, Words words, bool bfloat16, Address hidden,
+                     Address ids, Address weights, int tokens, int top_k, Address out, int threads) {
+  const LayerCall call{number_of(bfloat16), at<const void>(hidden), at<const std::int64_t>(ids),
+                       at<const float>(weights), tokens, top_k, words.data(), &gate, at<void>(out)};
+  nb::gil_scoped_release unlocked;
+  layers.forward(call, threads);
+}
+
+PackedLinear make_linear(Address weights, std::size_t nbytes, int bits, int group, int rows, int columns, bool exact,
+                         const std::string& instructions) {
+  return PackedLinear(at<const std::uint8_t>(weights), nbytes, {bits, group}, rows, columns, exact,
+                      find_tiles(instructions));
+}
+
+void forward_linear(const PackedLinear& linear, bool bfloat16, Address x, int tokens, Address bias, Address out,
+                    int threads) {
+  nb::gil_scoped_release unlocked;
+  linear.forward(number_of(bfloat16), at<const void>(x), tokens, at<const float>(bias), at<void>(out), threads);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def("instruction_sets", &instruction_sets);
+  m.def("team_kind", &team_kind);
+
+  nb::class_<LayerGate>(m, "LayerGate")
+      .def("__init__",
+           [](LayerGate* self, bool clamped, float alpha, float limit, bool interleaved, Address gate_up_bias,
+              Address down_bias) {
+             new (self) LayerGate(make_gate(clamped, alpha, limit, interleaved, gate_up_bias, down_bias));
+           },
+           nb::arg("clamped"), nb::arg("alpha"), nb::arg("limit"), nb::arg("interleaved"), nb::arg("gate_up_bias"),
+           nb::arg("down_bias"));
+
+  nb::class_<ExpertLayers>(m, "ExpertLayers")
+      .def("__init__",
+           [](ExpertLayers* self, Address arena, std::size_t arena_bytes, int experts, int hidden, int intermediate,
+              const std::vector<FormatTuple>& formats, bool exact, const std::string& instructions) {
+             new (self) ExpertLayers(
+                 make_layers(arena, arena_bytes, experts, hidden, intermediate, formats, exact, instructions));
+           },
+           nb::arg("arena"), nb::arg("arena_bytes"), nb::arg("experts"), nb::arg("hidden"), nb::arg("intermediate"),
+           nb::arg("formats"), nb::arg("exact"), nb::arg("instructions"))
+      .def("forward", &forward_experts, nb::arg("gate"), nb::arg("words"), nb::arg("bfloat16"), nb::arg("hidden"),
+           nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("out"),
+           nb::arg("threads"));
+
+  nb::class_<PackedLinear>(m, "PackedLinear")
+      .def("__init__",
+           [](PackedLinear* self, Address weights, std::size_t nbytes, int bits, int group, int rows, int columns,
+              bool exact, const std::string& instructions) {
+             new (self) PackedLinear(make_linear(weights, nbytes, bits, group, rows, columns, exact, instructions));
+           },
+           nb::arg("weights"), nb::arg("nbytes"), nb::arg("bits"), nb::arg("group"), nb::arg("rows"),
+           nb::arg("columns"), nb::arg("exact"), nb::arg("instructions"))
+      .def("forward", &forward_linear, nb::arg("bfloat16"), nb::arg("x"), nb::arg("tokens"), nb::arg("bias"),
+           nb::arg("out"), nb::arg("threads"));
+}
+
+}  // namespace dynaexq

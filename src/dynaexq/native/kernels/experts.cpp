@@ -1,0 +1,264 @@
+#include "experts.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "../team.hpp"
+
+namespace dynaexq {
+namespace {
+
+constexpr std::size_t kWaveBytes = 8 << 20;  // of rows between gate and down, all pairs of a wave together
+constexpr int kChunkRows = 64, kMostChunkRows = 128;
+constexpr int kTokensAtOnce = 8;  // rounded by one work unit
+constexpr int kAlone = 4;         // so few tokens are rounded before the team starts
+
+constexpr unsigned kBlockShift = 12;
+constexpr std::uint64_t kBlockMask = (std::uint64_t{1} << 28) - 1;
+
+// Pairs (token, place among its experts) of one expert in one wave: [first, first + count) of the sorted pairs.
+struct Segment {
+  int expert, first, count, kernel;
+  const std::uint8_t* version;
+};
+
+}  // namespace
+
+ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, int experts, int hidden,
+                           int intermediate, std::vector<VersionFormat> formats, bool exact, const TileSet& tiles)
+    : arena_(arena),
+      arena_bytes_(arena_bytes),
+      experts_(experts),
+      hidden_(hidden),
+      intermediate_(intermediate),
+      formats_(std::move(formats)),
+      chunk_(kChunkRows),
+      tiles_(tiles) {
+  for (const VersionFormat& format : formats_) {
+    const int group = format.weights.group;
+    const Precision precision = precision_for(format.weights, exact);
+    const Multiply multiply = tiles_.multiply(format.weights, precision);
+    const int unit = std::max(group, kTileRows);
+    if (!multiply || hidden_ % unit || intermediate_ % unit)
+      throw std::invalid_argument("no kernel for " + std::to_string(format.weights.bits) + " bits in groups of " +
+                                  std::to_string(group) + " of " + std::to_string(hidden_) + " x " +
+                                  std::to_string(intermediate_));
+    const RowLayout inner(precision, intermediate_, group);
+    const std::size_t down_tile = tile_bytes(format.weights, intermediate_);
+    kernels_.push_back({RowLayout(precision, hidden_, group), inner, multiply, tile_bytes(format.weights, hidden_),
+                        down_tile, format.sections[2] + down_tile * (hidden_ / kTileRows)});
+    inner_stride_ = std::max(inner_stride_, inner.stride());
+    chunk_ = std::max(chunk_, group);
+  }
+}
+
+// What one forward needs while it runs.
+struct ExpertLayers::Run {
+  const ExpertLayers& layers;
+  const LayerCall& call;
+  std::vector<int> starts;       // [experts + 1] into pairs
+  std::vector<int> pairs;        // token * top_k + place, by expert, then by token
+  std::vector<Segment> segments;
+  const float* hidden = nullptr;              // [tokens, hidden]
+  std::vector<std::uint8_t*> hidden_rows;     // by kernel; null where no expert that is hit needs it
+  std::uint8_t* inner = nullptr;
+  float* out = nullptr;
+
+  Run(const ExpertLayers& owner, const LayerCall& what)
+      : layers(owner), call(what), starts(owner.experts_ + 1), pairs(what.tokens * what.top_k) {
+    sort_pairs();
+    find_versions();
+  }
+
+  void sort_pairs() {
+    for (std::size_t pair = 0; pair < pairs.size(); ++pair) {
+      const std::int64_t id = call.ids[pair];
+      if (id < 0 || id >= layers.experts_) throw std::out_of_range("expert id " + std::to_string(id) + " is not there");
+      ++starts[id + 1];
+    }
+    for (int expert = 0; expert < layers.experts_; ++expert) starts[expert + 1] += starts[expert];
+    std::vector<int> next(starts.begin(), starts.end() - 1);
+    for (std::size_t pair = 0; pair < pairs.size(); ++pair) pairs[next[call.ids[pair]]++] = static_cast<int>(pair);
+  }
+
+  // Cuts the experts that are hit into segments no longer than a wave holds.
+  void find_versions() {
+    const int most = most_pairs();
+    for (int expert = 0; expert < layers.experts_; ++expert) {
+      int first = starts[expert];
+      const int end = starts[expert + 1];
+      if (first == end) continue;
+      const std::uint64_t word = call.words[expert], format = word >> 56;
+      const std::size_t offset = static_cast<std::size_t>(word >> 28 & kBlockMask) << kBlockShift;
+      if (format >= layers.kernels_.size() || offset + layers.kernels_[format].last_byte > layers.arena_bytes_)
+        throw std::out_of_range("the handle of expert " + std::to_string(expert) + " points nowhere");
+      for (; first < end; first += most)
+        segments.push_back({expert, first, std::min(most, end - first), static_cast<int>(format),
+                            layers.arena_ + offset});
+    }
+  }
+
+  int most_pairs() const {
+    return static_cast<int>(std::max<std::size_t>(kBlockTokens, kWaveBytes / layers.inner_stride_));
+  }
+
+  // Lays the scratch memory out: hidden as floats, its rows by precision, inner rows, sums.
+  void take_scratch() {
+    const std::size_t tokens = call.tokens, width = layers.hidden_;
+    const bool converted = call.number != Number::Float32;
+    std::size_t size = converted ? 2 * align(tokens * width * sizeof(float)) : 0;
+    std::vector<std::size_t> offsets(layers.kernels_.size(), SIZE_MAX);
+    for (const Segment& segment : segments) {
+      std::size_t& offset = offsets[segment.kernel];
+      if (offset != SIZE_MAX) continue;
+      for (std::size_t other = 0; other < offsets.size(); ++other)
+        if (offsets[other] != SIZE_MAX &&
+            layers.kernels_[other].hidden_rows.same_as(layers.kernels_[segment.kernel].hidden_rows))
+          offset = offsets[other];
+      if (offset != SIZE_MAX) continue;
+      offset = size;
+      size += tokens * layers.kernels_[segment.kernel].hidden_rows.stride();
+    }
+    const std::size_t inner_offset = size;
+    size += std::min<std::size_t>(pairs.size(), most_pairs()) * layers.inner_stride_;
+    std::uint8_t* memory = Scratch::of_thread().take(size);
+    hidden_rows.resize(offsets.size(), nullptr);
+    for (std::size_t kernel = 0; kernel < offsets.size(); ++kernel)
+      if (offsets[kernel] != SIZE_MAX) hidden_rows[kernel] = memory + offsets[kernel];
+    inner = memory + inner_offset;
+    auto* floats = reinterpret_cast<float*>(memory);
+    hidden = converted ? floats : static_cast<const float*>(call.hidden);
+    out = converted ? floats + align(tokens * width * sizeof(float)) / sizeof(float) : static_cast<float*>(call.out);
+  }
+
+  void round_hidden(int first, int last) {
+    const int width = layers.hidden_;
+    for (int token = first; token < last; ++token) {
+      const std::size_t at = static_cast<std::size_t>(token) * width;
+      if (call.number != Number::Float32)
+        load_numbers(call.number, call.hidden, at, width, const_cast<float*>(hidden) + at);
+      for (std::size_t kernel = 0; kernel < hidden_rows.size(); ++kernel) {
+        bool done = hidden_rows[kernel] == nullptr;
+        for (std::size_t other = 0; other < kernel; ++other) done |= hidden_rows[other] == hidden_rows[kernel];
+        if (!done)
+          layers.kernels_[kernel].hidden_rows.fill(layers.tiles_, hidden_rows[kernel], token, hidden + at, 0, width);
+      }
+    }
+  }
+
+  // Rows [first, first + rows) of gate and up for a segment, through the activation, into its inner rows.
+  void compute_inner(const Segment& segment, int inner_first, int first, int rows) {
+    const Kernel& kernel = layers.kernels_[segment.kernel];
+    const auto& sections = layers.formats_[segment.kernel].sections;
+    const std::size_t skip = static_cast<std::size_t>(first / kTileRows) * kernel.gate_tile;
+    alignas(kAlignment) float gate[kBlockTokens * kMostChunkRows], up[kBlockTokens * kMostChunkRows];
+    Row block[kBlockTokens];
+    for (int start = 0; start < segment.count; start += kBlockTokens) {
+      const int count = std::min(kBlockTokens, segment.count - start);
+      for (int i = 0; i < count; ++i) {
+        const int token = pairs[segment.first + start + i] / call.top_k;
+        block[i] = kernel.hidden_rows.at(hidden_rows[segment.kernel], token);
+      }
+      const int tiles = rows / kTileRows;
+      kernel.multiply(segment.version + sections[0] + skip, tiles, layers.hidden_, block, count, gate, rows);
+      kernel.multiply(segment.version + sections[1] + skip, tiles, layers.hidden_, block, count, up, rows);
+      add_gate_bias(segment.expert, first, rows, count, gate, up);
+      layers.tiles_.apply_gate(call.gate->function, gate, up, count * rows);
+      for (int i = 0; i < count; ++i)
+        kernel.inner_rows.fill(layers.tiles_, inner + (inner_first + start + i) * layers.inner_stride_, 0,
+                               gate + i * rows, first, rows);
+    }
+  }
+
+  void add_gate_bias(int expert, int first, int rows, int count, float* gate, float* up) const {
+    if (!call.gate->gate_up_bias) return;
+    const std::size_t width = layers.intermediate_;
+    const float* bias = call.gate->gate_up_bias + expert * 2 * width;
+    const std::size_t step = call.gate->interleaved ? 2 : 1, second = call.gate->interleaved ? 1 : width;
+    for (int i = 0; i < count; ++i)
+      for (int row = 0; row < rows; ++row) {
+        gate[i * rows + row] += bias[(first + row) * step];
+        up[i * rows + row] += bias[(first + row) * step + second];
+      }
+  }
+
+  // Rows [first, first + rows) of the outputs, summed over the segments in order of their experts.
+  void compute_outputs(const Segment* begin, const Segment* end, int first, int rows) {
+    alignas(kAlignment) float result[kBlockTokens * kChunkRows];
+    Row block[kBlockTokens];
+    const std::size_t width = layers.hidden_;
+    for (const Segment* segment = begin; segment != end; ++segment) {
+      const Kernel& kernel = layers.kernels_[segment->kernel];
+      const std::uint8_t* down = segment->version + layers.formats_[segment->kernel].sections[2] +
+                                 static_cast<std::size_t>(first / kTileRows) * kernel.down_tile;
+      for (int start = 0; start < segment->count; start += kBlockTokens) {
+        const int count = std::min(kBlockTokens, segment->count - start);
+        const std::size_t at = segment->first + start - begin->first;
+        for (int i = 0; i < count; ++i) block[i] = kernel.inner_rows.at(inner + (at + i) * layers.inner_stride_, 0);
+        kernel.multiply(down, rows / kTileRows, layers.intermediate_, block, count, result, rows);
+        for (int i = 0; i < count; ++i) {
+          const int pair = pairs[segment->first + start + i];
+          float* sums = out + pair / call.top_k * width + first;
+          if (call.gate->down_bias)
+            layers.tiles_.accumulate(result + i * rows, call.gate->down_bias + segment->expert * width + first, 1.0f,
+                                     rows);
+          layers.tiles_.accumulate(sums, result + i * rows, call.weights[pair], rows);
+        }
+      }
+    }
+  }
+
+  void clear_outputs(int first, int rows) {
+    for (int token = 0; token < call.tokens; ++token)
+      std::memset(out + static_cast<std::size_t>(token) * layers.hidden_ + first, 0, rows * sizeof(float));
+  }
+
+  void store_outputs(int first, int rows) {
+    if (call.number == Number::Float32) return;
+    for (int token = 0; token < call.tokens; ++token) {
+      const std::size_t at = static_cast<std::size_t>(token) * layers.hidden_ + first;
+      store_numbers(call.number, out + at, rows, call.out, at);
+    }
+  }
+};
+
+void ExpertLayers::forward(const LayerCall& call, int threads) const {
+  Run run(*this, call);
+  run.take_scratch();
+  Phase rounding, inner, outputs;
+  const bool together = call.tokens > kAlone;
+  if (!together) run.round_hidden(0, call.tokens);
+  rounding.reset(together ? (call.tokens + kTokensAtOnce - 1) / kTokensAtOnce : 0);
+  const int inner_chunks = (intermediate_ + chunk_ - 1) / chunk_, output_chunks = (hidden_ + kChunkRows - 1) / kChunkRows;
+  const std::size_t most = run.most_pairs();
+  const Segment *begin = run.segments.data(), *last = begin + run.segments.size();
+  do {  // a wave: as many segments as its inner rows have room for; without tokens, one empty wave
+    const Segment* end = begin;
+    for (std::size_t room = most; end != last && static_cast<std::size_t>(end->count) <= room; ++end) room -= end->count;
+    inner.reset(static_cast<int>(end - begin) * inner_chunks);
+    outputs.reset(output_chunks);
+    auto work = [&, begin, end] {
+      rounding.work([&](int unit) {
+        run.round_hidden(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, call.tokens));
+      });
+      inner.work([&](int unit) {
+        const Segment& segment = begin[unit / inner_chunks];
+        const int first = unit % inner_chunks * chunk_;
+        run.compute_inner(segment, segment.first - begin->first, first, std::min(chunk_, intermediate_ - first));
+      });
+      outputs.work([&](int unit) {
+        const int first = unit * kChunkRows, rows = std::min(kChunkRows, hidden_ - first);
+        if (begin == run.segments.data()) run.clear_outputs(first, rows);
+        run.compute_outputs(begin, end, first, rows);
+        if (end == last) run.store_outputs(first, rows);
+      });
+    };
+    run_team(threads, work);
+    rounding.reset(0);
+    begin = end;
+  } while (begin != last);
+}
+
+}  // namespace dynaexq

@@ -1,0 +1,60 @@
+// Rows of activations in scratch memory, in the precision that a weight format wants.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "tiles.hpp"
+
+namespace dynaexq {
+
+constexpr std::size_t kAlignment = 64;
+
+constexpr std::size_t align(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// The precision in which activations meet weights of a format: 8-bit weights are too good for 8-bit activations.
+constexpr Precision precision_for(WeightFormat format, bool exact) {
+  if (exact || format.bits == 16) return Precision::Float;
+  return format.bits == 8 ? Precision::Int16 : Precision::Int8;
+}
+
+// Where the parts of a row lie: values, then scales, then sums, each aligned. Group 0: no groups.
+class RowLayout {
+ public:
+  RowLayout() = default;
+  RowLayout(Precision precision, int columns, int group);
+
+  std::size_t stride() const { return stride_; }
+  Row at(std::uint8_t* base, std::size_t index) const;
+  bool same_as(const RowLayout& other) const {
+    return precision_ == other.precision_ && columns_ == other.columns_ && group_ == other.group_;
+  }
+
+  // Fills columns [first, first + count) of row `index` from `x`; both are multiples of the group.
+  void fill(const TileSet& tiles, std::uint8_t* base, std::size_t index, const float* x, int first, int count) const;
+
+ private:
+  Precision precision_ = Precision::Float;
+  int columns_ = 0, group_ = 0;
+  std::size_t scale_offset_ = 0, sum_offset_ = 0, stride_ = 0;
+};
+
+// Numbers as models keep them.
+enum class Number : std::uint8_t { Float32, BFloat16 };
+
+void load_numbers(Number kind, const void* from, std::size_t first, std::size_t count, float* out);
+void store_numbers(Number kind, const float* from, std::size_t count, void* out, std::size_t first);
+
+// Scratch memory of the calling thread, kept from call to call; grows to the largest call.
+class Scratch {
+ public:
+  // Uninitialised memory of at least `bytes`, aligned; what an earlier call returned is invalid then.
+  std::uint8_t* take(std::size_t bytes);
+  ~Scratch();
+  static Scratch& of_thread();
+
+ private:
+  std::uint8_t* memory_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+}  // namespace dynaexq

@@ -1,0 +1,68 @@
+// What the kernels of every instruction set offer, and how they see a row of activations.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace dynaexq {
+
+constexpr int kTileRows = 8;     // output rows interleaved in one tile (docs/format.md)
+constexpr int kBlockTokens = 64; // tokens that one call of a multiply takes at most
+
+// How the activations that meet a weight format are held. Rounding to Int8 or Int16 is by group, with a scale each.
+enum class Precision : std::uint8_t { Float, Int8, Int16 };
+
+// One row of activations. `scale` has one value a group (Int8, Int16); `sum` the sum of the group's restored
+// values, for the weights' offsets (Int8, and Float against quantised weights).
+struct Row {
+  const void* values;
+  const float* scale;
+  const float* sum;
+};
+
+// Number format of packed weights: bits 1, 2, 4 (scale and offset), 8 (scale alone), 16 (bfloat16, group 0).
+struct WeightFormat {
+  int bits;
+  int group;
+};
+
+// Bytes of one 8-row tile of `columns` inputs.
+constexpr std::size_t tile_bytes(WeightFormat format, int columns) {
+  if (format.bits == 16) return static_cast<std::size_t>(columns) * 16;
+  const std::size_t meta = format.bits == 8 ? 16 : 32;
+  return static_cast<std::size_t>(columns / format.group) * (format.group * format.bits + meta);
+}
+
+// out[token * stride + row] = sum over columns of weight[row, column] * token's value, for `tiles` tiles from
+// `weights` and `count` tokens (1..kBlockTokens). A token's result does not depend on the other tokens.
+using Multiply = void (*)(const std::uint8_t* weights, int tiles, int columns, const Row* rows, int count, float* out,
+                          std::ptrdiff_t stride);
+
+// Gate functions between the projections of an expert.
+enum class GateKind : std::uint8_t { SwiGlu, ClampedSwiGlu };
+
+struct Gate {
+  GateKind kind;
+  float alpha;  // ClampedSwiGlu: (up + 1) * gate * sigmoid(alpha * gate), gate <= limit, -limit <= up <= limit
+  float limit;
+};
+
+// Kernels compiled for one instruction set.
+struct TileSet {
+  const char* name;
+  // The multiply for a format and a precision of activations; null where there is none.
+  Multiply (*multiply)(WeightFormat format, Precision precision);
+  // Rounds `columns` floats by groups. A group with a value that is not finite gets scale and sum NaN; one whose
+  // largest magnitude is below 1e-30 becomes zeros. `sum` is written for Int8 alone.
+  void (*quantize)(const float* x, int columns, int group, Precision precision, void* values, float* scale, float* sum);
+  // Group sums of float activations.
+  void (*sum_groups)(const float* x, int columns, int group, float* sum);
+  // gate[i] = activation(gate[i], up[i]); count is a multiple of 8.
+  void (*apply_gate)(const Gate& gate, float* gated, const float* up, int count);
+  // out[i] += weight * x[i]; count is a multiple of 8.
+  void (*accumulate)(float* out, const float* x, float weight, int count);
+};
+
+// The instruction sets this binary holds and this processor has, best first; the last is always "scalar".
+const TileSet* const* available_tiles();
+
+}  // namespace dynaexq

@@ -1,0 +1,304 @@
+// The kernels, written once over the vector type A of an instruction set: A is the only thing that differs.
+// Every number of a token's result is computed in an order that the other tokens have no influence on.
+#pragma once
+#include <cstring>
+
+#include "tiles.hpp"
+
+namespace dynaexq {
+namespace {
+
+constexpr int kPrefetchBytes = 2048;
+constexpr float kTiny = 1e-30f;
+
+template <int BITS, int GROUP>
+constexpr int group_bytes() {
+  return GROUP * BITS + (BITS == 8 ? 16 : 32);
+}
+
+template <class A, int BITS, int GROUP, int TOKENS>
+inline void prefetch_group(const std::uint8_t* weights) {
+  if constexpr (TOKENS <= 2)
+    for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at);
+}
+
+// Adds scale * dot (+ offset * sum) of one group to each token's accumulator.
+template <class A, int BITS, int GROUP, int TOKENS>
+inline void add_group(typename A::F* acc, const typename A::F* dots, const std::uint8_t* weights, const Row* rows,
+                      int group) {
+  const std::uint8_t* meta = weights + GROUP * BITS;
+  const typename A::F scale = A::load_half(meta);
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+    acc[t] = A::fma(dots[t], A::mul(scale, A::broadcast(rows[t].scale[group])), acc[t]);
+  if constexpr (BITS < 8) {
+    const typename A::F offset = A::load_half(meta + 16);
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(offset, A::broadcast(rows[t].sum[group]), acc[t]);
+  }
+}
+
+// One tile against Int8 activations: unsigned codes times signed bytes, exact in integers within a group.
+template <class A, int BITS, int GROUP, int TOKENS>
+inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
+  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes, kVectors = GROUP / kInputs;
+  // 16-bit partial sums hold so many products before they must be widened
+  constexpr int kSafe = A::kNarrowPartials ? 32767 / (2 * 127 * ((1 << BITS) - 1)) / kPlanes : kVectors;
+  constexpr int kRun = kVectors < kSafe ? kVectors : kSafe;
+  static_assert(kRun >= 1 && kVectors % kRun == 0);
+  for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
+  const int groups = columns / GROUP;
+  for (int g = 0; g < groups; ++g, weights += group_bytes<BITS, GROUP>()) {
+    prefetch_group<A, BITS, GROUP, TOKENS>(weights);
+    typename A::I wide[TOKENS];
+    for (int run = 0; run < kVectors / kRun; ++run) {
+      typename A::P partial[TOKENS];
+      for (int t = 0; t < TOKENS; ++t) partial[t] = A::zero_partial();
+#pragma GCC unroll 8
+      for (int v = 0; v < kRun; ++v) {
+        const int vector = run * kRun + v;
+        const typename A::B packed = A::load_bytes(weights + vector * 32);
+        typename A::B plane[kPlanes];
+#pragma GCC unroll 8
+        for (int p = 0; p < kPlanes; ++p) plane[p] = A::template plane<BITS>(packed, p);
+        const int k = g * GROUP + vector * kInputs;
+#pragma GCC unroll 8
+        for (int t = 0; t < TOKENS; ++t) {
+          const auto* values = static_cast<const std::int8_t*>(rows[t].values) + k;
+          typename A::P dots = partial[t];
+#pragma GCC unroll 8
+          for (int p = 0; p < kPlanes; ++p) dots = A::dot(dots, plane[p], A::broadcast4(values + 4 * p));
+          partial[t] = dots;
+          A::keep(partial[t]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < TOKENS; ++t)
+        wide[t] = run ? A::add(wide[t], A::widen(partial[t])) : A::widen(partial[t]);
+    }
+    typename A::F dots[TOKENS];
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t) dots[t] = A::to_float(wide[t]);
+    add_group<A, BITS, GROUP, TOKENS>(acc, dots, weights, rows, g);
+  }
+}
+
+// One tile of signed 8-bit weights against Int16 activations, exact in integers within a group.
+template <class A, int GROUP, int TOKENS>
+inline void tile_int16(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
+  for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
+  const int groups = columns / GROUP;
+  for (int g = 0; g < groups; ++g, weights += group_bytes<8, GROUP>()) {
+    prefetch_group<A, 8, GROUP, TOKENS>(weights);
+    typename A::W wide[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) wide[t] = A::zero_wide();
+#pragma GCC unroll 4
+    for (int v = 0; v < GROUP / 4; ++v) {
+      const auto codes = A::load_wide(weights + v * 32);
+      const int k = g * GROUP + v * 4;
+#pragma GCC unroll 8
+      for (int t = 0; t < TOKENS; ++t) {
+        const auto* values = static_cast<const std::int16_t*>(rows[t].values) + k;
+        wide[t] = A::dot_wide(wide[t], codes, values);
+        A::keep_wide(wide[t]);
+      }
+    }
+    typename A::F dots[TOKENS];
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t) dots[t] = A::to_float(A::fold(wide[t]));
+    add_group<A, 8, GROUP, TOKENS>(acc, dots, weights, rows, g);
+  }
+}
+
+// One tile of codes against float activations: two chains of sums, even and odd inputs of a vector.
+template <class A, int BITS, int GROUP, int TOKENS>
+inline void tile_float(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
+  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes;
+  for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
+  const int groups = columns / GROUP;
+  for (int g = 0; g < groups; ++g, weights += group_bytes<BITS, GROUP>()) {
+    prefetch_group<A, BITS, GROUP, TOKENS>(weights);
+    typename A::F even[TOKENS], odd[TOKENS];
+    for (int t = 0; t < TOKENS; ++t) even[t] = odd[t] = A::zero();
+    for (int v = 0; v < GROUP / kInputs; ++v) {
+      const auto packed = A::load_lanes(weights + v * 32);
+      const int k = g * GROUP + v * kInputs;
+#pragma GCC unroll 32
+      for (int j = 0; j < kInputs; ++j) {
+        const typename A::F code = A::template code<BITS>(packed, j);
+        const int input = k + 4 * (j % kPlanes) + j / kPlanes;
+#pragma GCC unroll 8
+        for (int t = 0; t < TOKENS; ++t) {
+          typename A::F& chain = (j & 1) ? odd[t] : even[t];
+          chain = A::fma(code, A::broadcast(static_cast<const float*>(rows[t].values)[input]), chain);
+        }
+      }
+    }
+    const std::uint8_t* meta = weights + GROUP * BITS;
+    const typename A::F scale = A::load_half(meta);
+    for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(A::addf(even[t], odd[t]), scale, acc[t]);
+    if constexpr (BITS < 8) {
+      const typename A::F offset = A::load_half(meta + 16);
+      for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(offset, A::broadcast(rows[t].sum[g]), acc[t]);
+    }
+  }
+}
+
+// One bfloat16 tile against float activations: two chains of sums, even and odd columns.
+template <class A, int TOKENS>
+inline void tile_bf16(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
+  typename A::F even[TOKENS], odd[TOKENS];
+  for (int t = 0; t < TOKENS; ++t) even[t] = odd[t] = A::zero();
+  for (int k = 0; k + 1 < columns; k += 2, weights += 32) {
+    if (TOKENS <= 2) __builtin_prefetch(weights + kPrefetchBytes);
+    const typename A::F first = A::load_bf16(weights), second = A::load_bf16(weights + 16);
+#pragma GCC unroll 8
+    for (int t = 0; t < TOKENS; ++t) {
+      const auto* values = static_cast<const float*>(rows[t].values) + k;
+      even[t] = A::fma(first, A::broadcast(values[0]), even[t]);
+      odd[t] = A::fma(second, A::broadcast(values[1]), odd[t]);
+    }
+  }
+  for (int t = 0; t < TOKENS; ++t) {
+    if (columns & 1)
+      even[t] = A::fma(A::load_bf16(weights),
+                       A::broadcast(static_cast<const float*>(rows[t].values)[columns - 1]), even[t]);
+    acc[t] = A::addf(even[t], odd[t]);
+  }
+}
+
+template <class A, int BITS, int GROUP, Precision P, int TOKENS>
+inline void tile(const std::uint8_t* weights, int columns, const Row* rows, float* out, std::ptrdiff_t stride) {
+  typename A::F acc[TOKENS];
+  if constexpr (BITS == 16)
+    tile_bf16<A, TOKENS>(weights, columns, rows, acc);
+  else if constexpr (P == Precision::Float)
+    tile_float<A, BITS, GROUP, TOKENS>(weights, columns, rows, acc);
+  else if constexpr (P == Precision::Int16)
+    tile_int16<A, GROUP, TOKENS>(weights, columns, rows, acc);
+  else
+    tile_int8<A, BITS, GROUP, TOKENS>(weights, columns, rows, acc);
+  for (int t = 0; t < TOKENS; ++t) A::store(out + t * stride, acc[t]);
+}
+
+template <class A, int BITS, int GROUP, Precision P>
+void multiply(const std::uint8_t* weights, int tiles, int columns, const Row* rows, int count, float* out,
+              std::ptrdiff_t stride) {
+  constexpr int kTokens = P == Precision::Int8 ? A::kTokensInt8 : A::kTokensOther;
+  const std::size_t step = tile_bytes({BITS, GROUP}, columns);
+  for (int r = 0; r < tiles; ++r, weights += step, out += kTileRows) {
+    int t = 0;
+    for (; t + kTokens <= count; t += kTokens)
+      tile<A, BITS, GROUP, P, kTokens>(weights, columns, rows + t, out + t * stride, stride);
+    if constexpr (kTokens > 4)
+      if (count - t >= 4) {
+        tile<A, BITS, GROUP, P, 4>(weights, columns, rows + t, out + t * stride, stride);
+        t += 4;
+      }
+    if (count - t >= 2) {
+      tile<A, BITS, GROUP, P, 2>(weights, columns, rows + t, out + t * stride, stride);
+      t += 2;
+    }
+    if (count > t) tile<A, BITS, GROUP, P, 1>(weights, columns, rows + t, out + t * stride, stride);
+  }
+}
+
+template <class A, int GROUP>
+Multiply pick_multiply(int bits, Precision precision) {
+  const bool whole = precision == Precision::Float;
+  if (bits == 8)
+    return whole                           ? multiply<A, 8, GROUP, Precision::Float>
+           : precision == Precision::Int16 ? multiply<A, 8, GROUP, Precision::Int16>
+                                           : nullptr;
+  if (precision == Precision::Int16) return nullptr;
+  if (bits == 4) return whole ? multiply<A, 4, GROUP, Precision::Float> : multiply<A, 4, GROUP, Precision::Int8>;
+  if (bits == 2) return whole ? multiply<A, 2, GROUP, Precision::Float> : multiply<A, 2, GROUP, Precision::Int8>;
+  if (bits == 1) return whole ? multiply<A, 1, GROUP, Precision::Float> : multiply<A, 1, GROUP, Precision::Int8>;
+  return nullptr;
+}
+
+template <class A>
+Multiply find_multiply(WeightFormat format, Precision precision) {
+  if (format.bits == 16) return precision == Precision::Float ? multiply<A, 16, 0, Precision::Float> : nullptr;
+  if (format.group == 32) return pick_multiply<A, 32>(format.bits, precision);
+  if (format.group == 64) return pick_multiply<A, 64>(format.bits, precision);
+  if (format.group == 128) return pick_multiply<A, 128>(format.bits, precision);
+  return nullptr;
+}
+
+template <class A>
+void quantize(const float* x, int columns, int group, Precision precision, void* values, float* scale, float* sum) {
+  const float steps = precision == Precision::Int8 ? 127.0f : 32767.0f;
+  const float nan = __builtin_nanf("");
+  for (int g = 0; g < columns / group; ++g, x += group) {
+    const float largest = A::largest_magnitude(x, group);  // NaN or inf where a value is
+    const bool poisoned = !(largest <= 3.402823466e38f);
+    const float inverse = poisoned || largest < kTiny ? 0.0f : steps / largest;
+    std::int32_t total;
+    if (precision == Precision::Int8)
+      total = A::round_int8(x, group, inverse, static_cast<std::int8_t*>(values) + g * group);
+    else
+      total = A::round_int16(x, group, inverse, static_cast<std::int16_t*>(values) + g * group);
+    scale[g] = poisoned ? nan : inverse == 0.0f ? 0.0f : largest / steps;
+    if (precision == Precision::Int8) sum[g] = poisoned ? nan : scale[g] * static_cast<float>(total);
+  }
+}
+
+template <class A>
+void sum_groups(const float* x, int columns, int group, float* sum) {
+  for (int g = 0; g < columns / group; ++g, x += group) {
+    typename A::F total = A::zero();
+    for (int i = 0; i < group; i += 8) total = A::addf(total, A::load(x + i));
+    sum[g] = A::sum(total);
+  }
+}
+
+// 2^x for x in -126..127: a polynomial of degree 6 on the fraction, relative error below 2e-7.
+template <class A>
+inline typename A::F power_of_two(typename A::F x) {
+  const typename A::F whole = A::round(x), f = A::sub(x, whole);
+  typename A::F p = A::broadcast(1.5403530e-4f);
+  p = A::fma(p, f, A::broadcast(1.3333558e-3f));
+  p = A::fma(p, f, A::broadcast(9.6181291e-3f));
+  p = A::fma(p, f, A::broadcast(5.5504109e-2f));
+  p = A::fma(p, f, A::broadcast(2.4022651e-1f));
+  p = A::fma(p, f, A::broadcast(6.9314718e-1f));
+  p = A::fma(p, f, A::broadcast(1.0f));
+  return A::scale_exponent(p, whole);
+}
+
+// x * sigmoid(alpha * x)
+template <class A>
+inline typename A::F swish(typename A::F x, float alpha) {
+  typename A::F power = A::mul(x, A::broadcast(-1.44269504f * alpha));
+  power = A::min(A::max(power, A::broadcast(-126.0f)), A::broadcast(126.0f));  // NaN: the quotient keeps it
+  return A::div(x, A::addf(A::broadcast(1.0f), power_of_two<A>(power)));
+}
+
+template <class A>
+void apply_gate(const Gate& gate, float* gated, const float* up, int count) {
+  for (int i = 0; i < count; i += 8) {
+    typename A::F g = A::load(gated + i), u = A::load(up + i);
+    if (gate.kind == GateKind::ClampedSwiGlu) {
+      const typename A::F limit = A::broadcast(gate.limit);
+      g = A::min(limit, g);  // the second operand, the value, survives where it is NaN
+      u = A::min(limit, A::max(A::broadcast(-gate.limit), u));
+      u = A::addf(u, A::broadcast(1.0f));
+    }
+    A::store(gated + i, A::mul(swish<A>(g, gate.alpha), u));
+  }
+}
+
+template <class A>
+void accumulate(float* out, const float* x, float weight, int count) {
+  const typename A::F factor = A::broadcast(weight);
+  for (int i = 0; i < count; i += 8) A::store(out + i, A::fma(A::load(x + i), factor, A::load(out + i)));
+}
+
+template <class A>
+constexpr TileSet make_tiles(const char* name) {
+  return {name, find_multiply<A>, quantize<A>, sum_groups<A>, apply_gate<A>, accumulate<A>};
+}
+
+}  // namespace
+}  // namespace dynaexq

@@ -17,7 +17,8 @@ class CpuArena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._mapping = mmap.mmap(-1, max(round_up(nbytes, BLOCK_BYTES), BLOCK_BYTES))
+        size = max(round_up(nbytes, BLOCK_BYTES), BLOCK_BYTES)
+        self._mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get no huge pages
         with contextlib.suppress(OSError):  # kernels without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: Bytes = np.frombuffer(self._mapping, np.uint8)

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -92,6 +93,17 @@ void run_team(int threads, void (*body)(void*), void* data) {
 }
 
 const char* team_kind() { return openmp() ? "openmp" : "own"; }
+
+void Phase::reset(int units, int threads) {
+  units_ = units;
+  ranges_ = std::min(std::max(threads, 1), kMostThreads);
+  joined_.store(0, std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < ranges_; ++i) {
+    range_[i].next.store(static_cast<int>(static_cast<long>(units) * i / ranges_), std::memory_order_relaxed);
+    range_[i].end = static_cast<int>(static_cast<long>(units) * (i + 1) / ranges_);
+  }
+}
 
 void Phase::wait() const {
   for (int spins = 0; done_.load(std::memory_order_acquire) < units_; ++spins) {

@@ -12,32 +12,41 @@ void run_team(int threads, void (*body)(void*), void* data);
 // "openmp" or "own".
 const char* team_kind();
 
-// Work units of one phase of a parallel region, handed out one by one; `work` returns when all are done, so the
-// next phase may read what this one wrote. Any number of threads may take part.
+constexpr int kMostThreads = 64;
+
+// Work units of one phase of a parallel region. A thread first takes units of a range of its own, so that it reads
+// weights in a row, then what is left of the others' ranges. `work` returns when all units are done: the next phase
+// may read what this one wrote. Any number of threads may take part.
 class Phase {
  public:
-  void reset(int units) {
-    units_ = units;
-    next_.store(0, std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
-  }
+  void reset(int units, int threads);
 
   template <class Function>
   void work(Function function) {
-    int unit;
-    while ((unit = next_.fetch_add(1, std::memory_order_relaxed)) < units_) {
-      function(unit);
-      done_.fetch_add(1, std::memory_order_release);
+    const int own = joined_.fetch_add(1, std::memory_order_relaxed) % ranges_;
+    for (int turn = 0; turn < ranges_; ++turn) {
+      Range& range = range_[(own + turn) % ranges_];
+      int unit;
+      while ((unit = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end) {
+        function(unit);
+        done_.fetch_add(1, std::memory_order_release);
+      }
     }
     wait();
   }
 
  private:
+  struct alignas(64) Range {
+    std::atomic<int> next{0};
+    int end = 0;
+  };
+
   void wait() const;
 
-  int units_ = 0;
-  alignas(64) std::atomic<int> next_{0};
+  int units_ = 0, ranges_ = 1;
+  std::atomic<int> joined_{0};
   alignas(64) std::atomic<int> done_{0};
+  Range range_[kMostThreads];
 };
 
 template <class Function>

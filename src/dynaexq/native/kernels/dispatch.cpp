@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMostSets = 4;
 
-#if defined(__x86_64__)
+#if defined(DYNAEXQ_AVXVNNI)
 // CPUID leaf 7, subleaf 1, EAX bit 4; older compilers have no name for it.
 bool has_avx_vnni() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -28,7 +28,9 @@ void list_sets(const TileSet** sets) {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))
       *sets++ = &kAvx512Tiles;
+#if defined(DYNAEXQ_AVXVNNI)
     if (has_avx_vnni()) *sets++ = &kAvxVnniTiles;
+#endif
     *sets++ = &kAvx2Tiles;
   }
 #elif defined(__aarch64__)

@@ -11,7 +11,7 @@ namespace dynaexq {
 namespace {
 
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rows between gate and down, all pairs of a wave together
-constexpr int kChunkRows = 64, kMostChunkRows = 128;
+constexpr int kRowFloats = 2 * kBlockTokens * kChunkRows;  // holds 64 tokens in groups of 128
 constexpr int kTokensAtOnce = 8;  // rounded by one work unit
 constexpr int kAlone = 4;         // so few tokens are rounded before the team starts
 
@@ -34,7 +34,6 @@ ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, i
       hidden_(hidden),
       intermediate_(intermediate),
       formats_(std::move(formats)),
-      chunk_(kChunkRows),
       tiles_(tiles) {
   for (const VersionFormat& format : formats_) {
     const int group = format.weights.group;
@@ -50,7 +49,7 @@ ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, i
     kernels_.push_back({RowLayout(precision, hidden_, group), inner, multiply, tile_bytes(format.weights, hidden_),
                         down_tile, format.sections[2] + down_tile * (hidden_ / kTileRows)});
     inner_stride_ = std::max(inner_stride_, inner.stride());
-    chunk_ = std::max(chunk_, group);
+    unit_ = std::max(unit_, group);
   }
 }
 
@@ -153,7 +152,7 @@ struct ExpertLayers::Run {
     const Kernel& kernel = layers.kernels_[segment.kernel];
     const auto& sections = layers.formats_[segment.kernel].sections;
     const std::size_t skip = static_cast<std::size_t>(first / kTileRows) * kernel.gate_tile;
-    alignas(kAlignment) float gate[kBlockTokens * kMostChunkRows], up[kBlockTokens * kMostChunkRows];
+    alignas(kAlignment) float gate[kRowFloats], up[kRowFloats];
     Row block[kBlockTokens];
     for (int start = 0; start < segment.count; start += kBlockTokens) {
       const int count = std::min(kBlockTokens, segment.count - start);
@@ -186,7 +185,7 @@ struct ExpertLayers::Run {
 
   // Rows [first, first + rows) of the outputs, summed over the segments in order of their experts.
   void compute_outputs(const Segment* begin, const Segment* end, int first, int rows) {
-    alignas(kAlignment) float result[kBlockTokens * kChunkRows];
+    alignas(kAlignment) float result[kRowFloats];
     Row block[kBlockTokens];
     const std::size_t width = layers.hidden_;
     for (const Segment* segment = begin; segment != end; ++segment) {
@@ -230,33 +229,37 @@ void ExpertLayers::forward(const LayerCall& call, int threads) const {
   Phase rounding, inner, outputs;
   const bool together = call.tokens > kAlone;
   if (!together) run.round_hidden(0, call.tokens);
-  rounding.reset(together ? (call.tokens + kTokensAtOnce - 1) / kTokensAtOnce : 0);
-  const int inner_chunks = (intermediate_ + chunk_ - 1) / chunk_, output_chunks = (hidden_ + kChunkRows - 1) / kChunkRows;
+  rounding.reset(together ? (call.tokens + kTokensAtOnce - 1) / kTokensAtOnce : 0, threads);
+  int longest = 0;
+  for (const Segment& segment : run.segments) longest = std::max(longest, segment.count);
+  const int inner_rows = rows_per_unit(intermediate_, unit_, longest, 1);
+  const int output_rows = rows_per_unit(hidden_, kTileRows, longest, threads);
+  const int inner_chunks = (intermediate_ + inner_rows - 1) / inner_rows;
   const std::size_t most = run.most_pairs();
   const Segment *begin = run.segments.data(), *last = begin + run.segments.size();
   do {  // a wave: as many segments as its inner rows have room for; without tokens, one empty wave
     const Segment* end = begin;
     for (std::size_t room = most; end != last && static_cast<std::size_t>(end->count) <= room; ++end) room -= end->count;
-    inner.reset(static_cast<int>(end - begin) * inner_chunks);
-    outputs.reset(output_chunks);
+    inner.reset(static_cast<int>(end - begin) * inner_chunks, threads);
+    outputs.reset((hidden_ + output_rows - 1) / output_rows, threads);
     auto work = [&, begin, end] {
       rounding.work([&](int unit) {
         run.round_hidden(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, call.tokens));
       });
       inner.work([&](int unit) {
         const Segment& segment = begin[unit / inner_chunks];
-        const int first = unit % inner_chunks * chunk_;
-        run.compute_inner(segment, segment.first - begin->first, first, std::min(chunk_, intermediate_ - first));
+        const int first = unit % inner_chunks * inner_rows;
+        run.compute_inner(segment, segment.first - begin->first, first, std::min(inner_rows, intermediate_ - first));
       });
       outputs.work([&](int unit) {
-        const int first = unit * kChunkRows, rows = std::min(kChunkRows, hidden_ - first);
+        const int first = unit * output_rows, rows = std::min(output_rows, hidden_ - first);
         if (begin == run.segments.data()) run.clear_outputs(first, rows);
         run.compute_outputs(begin, end, first, rows);
         if (end == last) run.store_outputs(first, rows);
       });
     };
     run_team(threads, work);
-    rounding.reset(0);
+    rounding.reset(0, threads);
     begin = end;
   } while (begin != last);
 }

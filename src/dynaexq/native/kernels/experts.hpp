@@ -59,7 +59,7 @@ class ExpertLayers {
   std::vector<VersionFormat> formats_;
   std::vector<Kernel> kernels_;
   std::size_t inner_stride_ = 0;
-  int chunk_;  // rows of gate and up that one work unit computes, a multiple of every group
+  int unit_ = kTileRows;  // the largest group: rows of gate and up come in multiples of it
   const TileSet& tiles_;
 };
 

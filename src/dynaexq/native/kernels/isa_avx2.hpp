@@ -61,7 +61,8 @@ struct Avx2 {
     return _mm256_set1_epi32(four);
   }
   static P zero_partial() { return _mm256_setzero_si256(); }
-  static P dot(P sums, B codes, B values) { return _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, values)); }
+  static P product(B codes, B values) { return _mm256_maddubs_epi16(codes, values); }
+  static P add_partials(P a, P b) { return _mm256_add_epi16(a, b); }
   static I widen(P sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   // Without it the compiler keeps every product of a group alive and spills them.

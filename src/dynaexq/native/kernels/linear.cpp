@@ -9,7 +9,6 @@
 namespace dynaexq {
 namespace {
 
-constexpr int kChunkRows = 64;
 constexpr int kTokensAtOnce = 8, kAlone = 4;
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rounded rows
 
@@ -50,11 +49,12 @@ void PackedLinear::forward(Number number, const void* x, int tokens, const float
         layout_.fill(tiles_, rows, token, source, 0, columns_);
       }
     };
+    const int unit_rows = rows_per_unit(rows_, kTileRows, count, threads);
     auto compute = [&](int first) {
       alignas(kAlignment) float result[kBlockTokens * kChunkRows];
       Row block[kBlockTokens];
-      const int padded = std::min(kChunkRows, (rows_ - first + kTileRows - 1) / kTileRows * kTileRows);
-      const int wanted = std::min(kChunkRows, rows_ - first);
+      const int padded = std::min(unit_rows, (rows_ - first + kTileRows - 1) / kTileRows * kTileRows);
+      const int wanted = std::min(unit_rows, rows_ - first);
       for (int from = 0; from < count; from += kBlockTokens) {
         const int here = std::min(kBlockTokens, count - from);
         for (int i = 0; i < here; ++i) block[i] = layout_.at(rows, from + i);
@@ -68,11 +68,11 @@ void PackedLinear::forward(Number number, const void* x, int tokens, const float
     };
     Phase rounding, computing;
     if (count <= kAlone) round_rows(0, count);
-    rounding.reset(count <= kAlone ? 0 : (count + kTokensAtOnce - 1) / kTokensAtOnce);
-    computing.reset((rows_ + kChunkRows - 1) / kChunkRows);
+    rounding.reset(count <= kAlone ? 0 : (count + kTokensAtOnce - 1) / kTokensAtOnce, threads);
+    computing.reset((rows_ + unit_rows - 1) / unit_rows, threads);
     auto work = [&] {
       rounding.work([&](int unit) { round_rows(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, count)); });
-      computing.work([&](int unit) { compute(unit * kChunkRows); });
+      computing.work([&](int unit) { compute(unit * unit_rows); });
     };
     run_team(threads, work);
   }

@@ -1,5 +1,6 @@
 #include "rows.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -33,6 +34,12 @@ void RowLayout::fill(const TileSet& tiles, std::uint8_t* base, std::size_t index
   }
   const int size = precision_ == Precision::Int8 ? 1 : 2;
   tiles.quantize(x, count, group_, precision_, row + first * size, scale, sum);
+}
+
+int rows_per_unit(int rows, int unit, int tokens, int threads) {
+  if (tokens > kFewTokens) return std::max(kChunkRows / unit * unit, unit);
+  const int share = rows / (4 * std::max(threads, 1));
+  return std::min(std::max(share / unit * unit, unit), kMostChunkRows / unit * unit);
 }
 
 void load_numbers(Number kind, const void* from, std::size_t first, std::size_t count, float* out) {

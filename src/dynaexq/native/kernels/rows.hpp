@@ -38,6 +38,13 @@ class RowLayout {
   std::size_t scale_offset_ = 0, sum_offset_ = 0, stride_ = 0;
 };
 
+constexpr int kChunkRows = 64;        // output rows that one work unit computes for many tokens
+constexpr int kFewTokens = 8;         // up to so many, units read longer runs of weights
+constexpr int kMostChunkRows = kChunkRows * kBlockTokens / kFewTokens;
+
+// Output rows of one work unit: a multiple of `unit`, at most kMostChunkRows for few tokens, else kChunkRows or `unit`.
+int rows_per_unit(int rows, int unit, int tokens, int threads);
+
 // Numbers as models keep them.
 enum class Number : std::uint8_t { Float32, BFloat16 };
 

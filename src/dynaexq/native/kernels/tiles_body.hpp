@@ -38,6 +38,28 @@ inline void add_group(typename A::F* acc, const typename A::F* dots, const std::
   }
 }
 
+// Sum of the products of planes [FIRST, FIRST + COUNT), added up in pairs to keep chains of additions short.
+template <class A, int FIRST, int COUNT>
+inline typename A::P pair_planes(const typename A::B* plane, const std::int8_t* values) {
+  if constexpr (COUNT == 1)
+    return A::product(plane[FIRST], A::broadcast4(values + 4 * FIRST));
+  else
+    return A::add_partials(pair_planes<A, FIRST, COUNT / 2>(plane, values),
+                           pair_planes<A, FIRST + COUNT / 2, COUNT / 2>(plane, values));
+}
+
+// Adds the products of all planes of a vector to partial sums.
+template <class A, int PLANES>
+inline typename A::P add_planes(typename A::P sums, const typename A::B* plane, const std::int8_t* values) {
+  if constexpr (A::kNarrowPartials) {
+    return A::add_partials(sums, pair_planes<A, 0, PLANES>(plane, values));
+  } else {
+#pragma GCC unroll 8
+    for (int p = 0; p < PLANES; ++p) sums = A::dot(sums, plane[p], A::broadcast4(values + 4 * p));
+    return sums;
+  }
+}
+
 // One tile against Int8 activations: unsigned codes times signed bytes, exact in integers within a group.
 template <class A, int BITS, int GROUP, int TOKENS>
 inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
@@ -65,10 +87,7 @@ inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows,
 #pragma GCC unroll 8
         for (int t = 0; t < TOKENS; ++t) {
           const auto* values = static_cast<const std::int8_t*>(rows[t].values) + k;
-          typename A::P dots = partial[t];
-#pragma GCC unroll 8
-          for (int p = 0; p < kPlanes; ++p) dots = A::dot(dots, plane[p], A::broadcast4(values + 4 * p));
-          partial[t] = dots;
+          partial[t] = add_planes<A, kPlanes>(partial[t], plane, values);
           A::keep(partial[t]);
         }
       }

@@ -60,7 +60,7 @@ def reference(store: Path, model: Any) -> Callable[[torch.Tensor, list[str]], to
     assert np.array_equal(plan.capacity, every)  # both versions of each expert stay resident, and never move
     experts = VersionedExperts(opened, TIERS, plan, CpuDevice(), BudgetTracker(1 << 28))
     load_versions(experts, opened, TIERS, np.ones((len(every), every[0]), bool), lambda *_: None)
-    kernel = make_kernel("reference", experts)
+    kernel = make_kernel("native", experts)
 
     def logits(ids: torch.Tensor, tiers: list[str]) -> torch.Tensor:
         for index, key in enumerate(opened.shape.expert_keys()):

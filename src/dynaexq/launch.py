@@ -49,6 +49,7 @@ class Launch:
     runtime: ExpertRuntime
     plan: MemoryPlan
     memory: int | None
+    dense: str
 
     def check_memory(self) -> None:
         """Raise MemoryLimitError if the process ever passed the limit it was given."""
@@ -69,6 +70,8 @@ class Launch:
         experts, counters, pools = self.runtime.experts, self.runtime.counters, self.plan.pools
         return {
             "mode": self.plan.mode,
+            **self.runtime.describe_kernel(),
+            "dense": self.dense,
             "tier": self.plan.tier,
             "high": self.plan.high,
             "experts_high": self.experts_high,
@@ -111,6 +114,7 @@ class Opened:
     def plan(self, options: LaunchOptions, work: Workload) -> MemoryPlan:
         """Choose mode and tier within the limits, or raise MemoryLimitError with the floor."""
         options.check()
+        work = replace(work, dense=options.dense_form, kernel=options.kernel)
         group_size = self.store.manifest.group_size if self.store else DEFAULT_GROUP_SIZE
         process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
         fixed = fixed_parts(self.skeleton.profile, work, process)
@@ -165,7 +169,7 @@ class Opened:
                 warnings.warn(f"{error}; restoring it from the checkpoint", stacklevel=2)
                 self._prepare(cached, wanted, options.memory, progress)
                 model = load(cached)
-        launch = Launch(model, runtime_of(model), plan, options.memory)
+        launch = Launch(model, runtime_of(model), plan, options.memory, options.dense_form)
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
         launch.check_memory()
         return launch
@@ -210,7 +214,13 @@ class Opened:
 
 
 def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
-    common: dict[str, Any] = {"memory": plan.limit, "fixed": plan.fixed}
+    common: dict[str, Any] = {
+        "memory": plan.limit,
+        "fixed": plan.fixed,
+        "kernel": options.kernel,
+        "activations": options.rounding,
+        "dense": options.dense_form,
+    }
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
     common |= {"high": plan.high, "low": plan.tier, "expert_memory": plan.expert_bytes}

@@ -10,12 +10,15 @@ import torch
 
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS, tier_format, tier_rank
+from dynaexq.kernels.base import check_kernel
+from dynaexq.kernels.dense import check_dense
 from dynaexq.traffic import check_state_file
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis")
 ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
+DEFAULT_DENSE = "int8"
 PAIRED = (*ADAPTIVE, "static-map")
 """Modes with a high and a low tier."""
 
@@ -32,6 +35,9 @@ class LaunchOptions:
     memory: int | None = None
     expert_memory: int | None = None
     dtype: str = "float32"
+    kernel: str = "native"
+    activations: str | None = None
+    dense: str | None = None
     high: str | None = None
     low: str | None = None
     profile: Path | None = None
@@ -45,12 +51,28 @@ class LaunchOptions:
         """Files that options name."""
         return self.profile, self.state, self.ranking
 
+    @property
+    def rounding(self) -> str:
+        """How activations meet quantised weights."""
+        return self.activations or ("int8" if self.kernel == "native" else "fp32")
+
+    @property
+    def dense_form(self) -> str:
+        """What dense weights are kept in."""
+        return self.dense or (DEFAULT_DENSE if self.kernel == "native" else "full")
+
     def check(self) -> None:
         """Raise OptionError for unknown, conflicting or useless values."""
         if self.mode not in MODES:
             raise OptionError(f"unknown mode '{self.mode}'; known modes are {', '.join(MODES)}")
         if self.dtype not in DTYPES:
             raise OptionError(f"unknown dtype '{self.dtype}'; known are {', '.join(DTYPES)}")
+        check_kernel(self.kernel, self.rounding)
+        check_dense(self.dense_form)
+        if self.kernel == "reference" and (self.activations or self.dense):
+            raise OptionError(
+                "--activations and --dense go with the native kernel; leave out --kernel reference, or them"
+            )
         self._check_tiers()
         self._check_adaptive()
         if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:

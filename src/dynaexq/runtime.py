@@ -11,6 +11,7 @@ import torch
 from dynaexq.control import ControlLoop
 from dynaexq.core import ModelShape, Window
 from dynaexq.kernels import ExpertsCall, ExpertsKernel, LayerFunctions
+from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
 from dynaexq.residency.handles import Words
 from dynaexq.residency.transitions import Counters
@@ -89,6 +90,18 @@ class ExpertRuntime:
         if self.listener:
             return self.listener.hot_share_high
         return 1.0 if self.mode == "full" else 0.0
+
+    def describe_kernel(self) -> dict[str, str | int | None]:
+        """The kernel in use: its name, how it rounds activations, its instruction set and threads, and why not all
+        layers go through it (None: they do)."""
+        kernel = self.kernel
+        return {
+            "kernel": kernel.name,
+            "activations": kernel.activations,
+            "instructions": kernel.instructions,
+            "threads": thread_count(),
+            "kernel_fallback": kernel.fallback,
+        }
 
     def close(self) -> None:
         """Stop moving versions; the model stays usable."""

@@ -14,7 +14,7 @@ from dynaexq.core import ExpertKey, StoreError
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
-from dynaexq.kernels import make_kernel
+from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.policy import Hotness, HotnessOptions, pick_hottest
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
@@ -36,6 +36,7 @@ class Serving:
     source: VersionSource
     budget: BudgetTracker
     kernel: str
+    activations: str
     progress: LoadProgress
 
 
@@ -100,7 +101,7 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     control = ControlLoop(experts, pipeline, options, wake, save)
     control.hotness.restore(known.sums)
     control.start()
-    runtime = ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, control)
+    runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
     weakref.finalize(runtime, control.close)  # when the model is dropped, or at exit: threads end, hotness is kept
     return runtime
 
@@ -140,7 +141,11 @@ def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertR
         experts.load(serving.progress)
     finally:
         serving.source.close()
-    return ExpertRuntime(serving.mode, experts, make_kernel(serving.kernel, experts), serving.budget, None)
+    return ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)
+
+
+def _make_kernel(serving: Serving, experts: VersionMemory) -> ExpertsKernel:
+    return make_kernel(serving.kernel, experts, serving.activations)
 
 
 def _read_hotness(adaptive: Adaptive, source: VersionSource, options: HotnessOptions) -> tuple[Hotness, int]:

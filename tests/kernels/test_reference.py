@@ -99,5 +99,5 @@ def test_a_token_does_not_depend_on_its_batch(experts: ResidentExperts) -> None:
 
 
 def test_unknown_kernel(experts: ResidentExperts) -> None:
-    with pytest.raises(OptionError, match="unknown kernel 'cuda'; known kernels are reference"):
+    with pytest.raises(OptionError, match="unknown kernel 'cuda'; known kernels are native, reference"):
         make_kernel("cuda", experts)

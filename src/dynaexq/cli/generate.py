@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -107,12 +107,18 @@ def _print_piece(piece: str) -> None:
     sys.stdout.flush()
 
 
+def _kernel(report: dict[str, Any]) -> str:
+    how = f"{report['activations']} activations, {report['instructions']}"
+    dense = "" if report["dense"] == "full" else f", dense layers {report['dense']}"
+    return f"kernel {report['kernel']} ({how}){dense}"
+
+
 def _print_summary(launch: Launch, result: Generation) -> None:
     report, plan, shape = launch.report(), launch.plan, launch.runtime.experts.shape
     at = plan.tier if plan.high is None else f"{plan.tier}, {report['experts_high']} of them at {plan.high}"
     stderr.print(
         f"{plan.mode}: {shape.layers} x {shape.experts} experts at {at} "
-        f"({report['bits_per_expert_weight']:.2f} bits/weight), kernel {launch.runtime.kernel.name}"
+        f"({report['bits_per_expert_weight']:.2f} bits/weight), {_kernel(report)}"
     )
     stderr.print(
         f"memory: experts {format_bytes(report['expert_bytes'])}, planned {format_bytes(report['device_bytes_peak'])} "

@@ -14,7 +14,7 @@ import typer
 from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
-from dynaexq.launch_options import PAIRED, LaunchOptions
+from dynaexq.launch_options import DEFAULT_DENSE, PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
 from dynaexq.tuning import KNOBS, parse_tuning
 
@@ -63,6 +63,22 @@ TuneOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="Of dense weights and activations: float32 or bfloat16.")]
+KernelOption = Annotated[str, typer.Option(help="Of the experts: native, or reference (exact and slow, in torch).")]
+ActivationsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With the native kernel: int8 (rounded by groups; 16 bits where weights have 8) or fp32. [default: int8]",
+        show_default=False,
+    ),
+]
+DenseOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Dense linear layers and embeddings: int4, int8, bf16, or full (torch's, in --dtype); all but "
+        f"full need the native kernel. [default: {DEFAULT_DENSE}]",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; - is stdout.", show_default=False),
@@ -91,6 +107,9 @@ def read_request(
     ranking: RankingOption = None,
     tune: TuneOption = None,
     dtype: DtypeOption = "float32",
+    kernel: KernelOption = "native",
+    activations: ActivationsOption = None,
+    dense: DenseOption = None,
     drive: str = "thread",
 ) -> Request:
     """The request that options amount to; `--demo` brings a default budget where a mode needs one.
@@ -104,6 +123,9 @@ def read_request(
         memory=None if memory is None else parse_size(memory, "--memory"),
         expert_memory=None if expert_memory is None else parse_size(expert_memory, "--expert-memory"),
         dtype=dtype,
+        kernel=kernel,
+        activations=activations,
+        dense=dense,
         high=high,
         low=low,
         profile=map,

@@ -48,10 +48,20 @@ def decode(block: torch.Tensor, fmt: ExpertFormat, shape: ExpertShape) -> Expert
 def decode_section(block: torch.Tensor, fmt: ExpertFormat, section: Section) -> torch.Tensor:
     """One matrix float32 [rows, columns] of a version's block."""
     packed = block[section.offset : section.offset + section.nbytes]
+    return decode_matrix(packed, fmt, section.rows, section.columns)
+
+
+def encode_matrix(matrix: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> torch.Tensor:
+    """Packed form of a matrix float32 [rows, columns] by itself, uint8 [matrix_bytes]; rows are whole tiles."""
+    return _encode_matrix(matrix, fmt, quantizer)[0]
+
+
+def decode_matrix(packed: torch.Tensor, fmt: ExpertFormat, rows: int, columns: int) -> torch.Tensor:
+    """Inverse of `encode_matrix` but for rounding, float32 [rows, columns]."""
     if not fmt.quantized:
-        return unpack_bf16(packed, section.rows, section.columns).to(torch.float32)
-    codes, scale, offset = unpack_matrix(fmt, packed, section.rows, section.columns)
-    return _restore(Codes(codes, scale, offset), fmt, section.rows, section.columns)
+        return unpack_bf16(packed, rows, columns).to(torch.float32)
+    codes, scale, offset = unpack_matrix(fmt, packed, rows, columns)
+    return _restore(Codes(codes, scale, offset), fmt, rows, columns)
 
 
 def _encode_matrix(exact: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,22 +9,30 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dynaexq.core import ExpertShape, Handle, OptionError
+from dynaexq.core import ExpertShape, Handle, ModelShape, OptionError
+from dynaexq.device import Arena
 from dynaexq.formats import ExpertFormat
+from dynaexq.kernels.gates import GateFunction
+
+KERNELS = ("native", "reference")
+ACTIVATIONS = ("int8", "fp32")
+"""How activations meet quantised weights: rounded by groups, or as they are."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerFunctions:
     """What a family does between the matrices of an expert.
 
     `gate` maps [tokens, 2 * intermediate] (gate rows then up rows, or alternating when `interleaved`) to
     [tokens, intermediate]. Biases are [experts, 2 * intermediate] and [experts, hidden], None where absent.
+    `native_gate` names a gate of the native kernels that computes the same; None: only the reference kernel can do it.
     """
 
     gate: Callable[[torch.Tensor], torch.Tensor]
     interleaved: bool
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    native_gate: GateFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class VersionMemory(Protocol):
     """Where a kernel finds the version behind a handle."""
 
     formats: list[ExpertFormat]
+    shape: ModelShape
+    arena: Arena
 
     @property
     def expert(self) -> ExpertShape:
@@ -55,16 +65,31 @@ class ExpertsKernel(Protocol):
     """Computes a layer's experts through handle words."""
 
     name: str
+    activations: str
+    instructions: str
+    fallback: str | None
+    """Why layers go through the reference kernel instead; None: they do not."""
 
     def forward(self, call: ExpertsCall) -> torch.Tensor:
         """Weighted sum over each token's experts, [tokens, hidden] in hidden's dtype."""
 
 
-def make_kernel(name: str, memory: VersionMemory) -> ExpertsKernel:
-    """The kernel called `name` over `memory`. Raises OptionError for an unknown name."""
-    from dynaexq.kernels.reference import ReferenceKernel  # noqa: PLC0415 (the registry is the only importer)
+def check_kernel(name: str, activations: str) -> None:
+    """Raise OptionError for a kernel or an activation mode that is unknown, or a mode the kernel does not have."""
+    if name not in KERNELS:
+        raise OptionError(f"unknown kernel '{name}'; known kernels are {', '.join(KERNELS)}")
+    if activations not in ACTIVATIONS:
+        raise OptionError(f"unknown activations '{activations}'; known are {', '.join(ACTIVATIONS)}")
 
-    kernels = {"reference": ReferenceKernel}
-    if name not in kernels:
-        raise OptionError(f"unknown kernel '{name}'; known kernels are {', '.join(kernels)}")
-    return kernels[name](memory)
+
+def make_kernel(name: str, memory: VersionMemory, activations: str = "int8") -> ExpertsKernel:
+    """The kernel called `name` over `memory`; the reference does not round activations, whatever they are called.
+
+    Raises:
+        OptionError: an unknown name or mode.
+    """
+    from dynaexq.kernels.native import NativeKernel  # noqa: PLC0415 (the registry is the only importer)
+    from dynaexq.kernels.reference import ReferenceKernel  # noqa: PLC0415
+
+    check_kernel(name, activations)
+    return NativeKernel(memory, activations) if name == "native" else ReferenceKernel(memory)

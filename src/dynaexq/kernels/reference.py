@@ -14,6 +14,9 @@ class ReferenceKernel:
     """Exact for every format and family; the yardstick for all other kernels."""
 
     name = "reference"
+    activations = "fp32"
+    instructions = "torch"
+    fallback: str | None = None
 
     def __init__(self, memory: VersionMemory) -> None:
         self._memory = memory

@@ -1,11 +1,29 @@
-"""C++ parts: handle words and window epochs, aligned reads, checksums. All long calls run without the GIL."""
+"""C++ parts: handle words and window epochs, aligned reads, checksums, kernels. All long calls run without the GIL."""
 
 from dynaexq.native._native import (
+    ExpertLayers,
     HandleTable,
+    LayerGate,
+    PackedLinear,
     crc32c,
     crc32c_portable,
+    instruction_sets,
     limit_malloc,
+    normalize_rows,
     read_extent,
+    team_kind,
 )
 
-__all__ = ["HandleTable", "crc32c", "crc32c_portable", "limit_malloc", "read_extent"]
+__all__ = [
+    "ExpertLayers",
+    "HandleTable",
+    "LayerGate",
+    "PackedLinear",
+    "crc32c",
+    "crc32c_portable",
+    "instruction_sets",
+    "limit_malloc",
+    "normalize_rows",
+    "read_extent",
+    "team_kind",
+]

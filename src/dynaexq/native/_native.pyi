@@ -28,3 +28,66 @@ def crc32c(data: Any, crc: int = 0) -> int:
 def crc32c_portable(data: Any, crc: int = 0) -> int: ...
 def limit_malloc() -> None:
     """Keep glibc from hoarding freed memory (few arenas, low mmap and trim thresholds)."""
+
+def instruction_sets() -> list[str]:
+    """Kernel sets that this processor can run, best first, "scalar" last."""
+
+def team_kind() -> str:
+    """Whose threads the kernels use: "openmp" (the runtime that torch brought) or "own"."""
+
+def normalize_rows(x: int, weight: int, epsilon: float, rows: int, width: int, out: int, threads: int) -> None:
+    """RMSNorm of float32 rows at addresses; ValueError unless `width` is a multiple of 8."""
+
+class LayerGate:
+    """What a layer does between its matrices; biases are addresses of float32, 0 for none."""
+
+    def __init__(
+        self, clamped: bool, alpha: float, limit: float, interleaved: bool, gate_up_bias: int, down_bias: int
+    ) -> None: ...
+
+class ExpertLayers:
+    """Experts in an arena, see experts.hpp. Addresses stay the caller's business."""
+
+    def __init__(
+        self,
+        arena: int,
+        arena_bytes: int,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        formats: list[tuple[int, int, int, int, int]],
+        exact: bool,
+        instructions: str,
+    ) -> None:
+        """`formats`: bits, group size, and offsets of gate, up and down. ValueError where there is no kernel."""
+
+    def forward(
+        self,
+        gate: LayerGate,
+        words: NDArray[np.uint64],
+        bfloat16: bool,
+        hidden: int,
+        ids: int,
+        weights: int,
+        tokens: int,
+        top_k: int,
+        out: int,
+        threads: int,
+    ) -> None:
+        """IndexError for an expert id or handle that points nowhere."""
+
+class PackedLinear:
+    """A dense layer over packed weights, see linear.hpp."""
+
+    def __init__(
+        self,
+        weights: int,
+        nbytes: int,
+        bits: int,
+        group: int,
+        rows: int,
+        columns: int,
+        exact: bool,
+        instructions: str,
+    ) -> None: ...
+    def forward(self, bfloat16: bool, x: int, tokens: int, bias: int, out: int, threads: int) -> None: ...

@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 
 from dynaexq.core import MemoryLimitError, ModelShape
 from dynaexq.formats import VersionLayout, tier_format, tier_rank
+from dynaexq.kernels.dense import embedding_bytes, packed_bytes
 from dynaexq.residency.layout import PoolPlan, plan_pools
 
 MIB = 1 << 20
+KERNEL_SCRATCH_BYTES = 9 * MIB
+"""What a native kernel keeps beside the tokens' own rows (kWaveBytes in native/kernels)."""
+
 OVERHEAD_BYTES = 36 * MIB
 OVERHEAD_SHARE = 0.03
 OVERHEAD_PER_EXPERT = 1024
@@ -18,10 +22,16 @@ OVERHEAD_PER_EXPERT = 1024
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Sizes of a model that its configuration fixes. `*_width` are elements per token."""
+    """Sizes of a model that its configuration fixes. `*_width` are elements per token.
+
+    Of `dense_parameters`, those in `matrices` and `embeddings` (rows, columns) can be kept packed.
+    """
 
     shape: ModelShape
     dense_parameters: int
+    unpackable_parameters: int
+    matrices: tuple[tuple[int, int], ...]
+    embeddings: tuple[tuple[int, int], ...]
     hidden: int
     vocabulary: int
     max_context: int
@@ -43,6 +53,8 @@ class Workload:
         logits: positions per forward pass whose logits are computed.
         element_bytes: bytes of one activation or dense weight.
         kv_cache: whether keys and values are kept.
+        dense: form of the dense weights (see kernels/dense.py).
+        kernel: experts kernel.
     """
 
     tokens: int
@@ -51,6 +63,8 @@ class Workload:
     logits: int
     element_bytes: int
     kv_cache: bool
+    dense: str = "full"
+    kernel: str = "native"
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class MemoryPlan:
 def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> dict[str, int]:
     """Bytes of everything that is not an expert version, by part (`M_fixed`, dynaexq paper, section 2)."""
     element = work.element_bytes
-    dense = profile.dense_parameters * element
+    dense = dense_bytes(profile, work)
     kv_cache = state = 0
     if work.kv_cache:
         kv_cache = profile.kv_width * work.context * work.sequences * element
@@ -90,17 +104,26 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
         + (3 * expert.hidden + 6 * expert.intermediate) * 4
     )
     attention = work.tokens * work.context * (element + 3 * 4 * profile.eager_attention_heads)
-    decoded_expert = expert.weights * 4 * 3
+    scratch = KERNEL_SCRATCH_BYTES if work.kernel == "native" else expert.weights * 4 * 3
     logits = 4 * work.logits * profile.vocabulary * 4
     return {
         "process": process_bytes,
         "dense weights": dense,
         "KV cache": int(1.25 * kv_cache) + state,
-        "activations": work.tokens * per_token + attention + decoded_expert + logits,
+        "activations": work.tokens * per_token + attention + scratch + logits,
         "overhead": OVERHEAD_BYTES
         + int(OVERHEAD_SHARE * dense)
         + OVERHEAD_PER_EXPERT * profile.shape.layers * profile.shape.experts,
     }
+
+
+def dense_bytes(profile: ModelProfile, work: Workload) -> int:
+    """Bytes of all dense weights."""
+    if work.dense == "full":
+        return profile.dense_parameters * work.element_bytes
+    matrices = sum(packed_bytes(work.dense, *shape) for shape in profile.matrices)
+    embeddings = sum(embedding_bytes(work.dense, *shape) for shape in profile.embeddings)
+    return profile.unpackable_parameters * work.element_bytes + matrices + embeddings
 
 
 def expert_bytes(shape: ModelShape, tier: str, group_size: int) -> int:

@@ -10,6 +10,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dynaexq.core import OptionError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.kernels.base import check_kernel
+from dynaexq.kernels.dense import check_dense
 from dynaexq.store.writer import QUANT_METHOD
 from dynaexq.tuning import Tuning, make_tuning
 
@@ -40,7 +42,10 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_size, quantizer: for loading straight from a checkpoint, quantising on the way.
         memory: cap in bytes on `fixed` parts and experts together; default what the system has available.
         fixed: bytes of other parts of the budget by name, reserved before the experts.
-        kernel: experts kernel; `reference`.
+        kernel: experts kernel: `native` or `reference`.
+        activations: `int8` or `fp32` (see kernels/native.py); with kernel `native`.
+        dense: dense linear layers and embeddings: `full` (torch's, in the model's dtype), or packed as `bf16`,
+            `int8` or `int4`; packed with kernel `native`.
 
     Raises:
         OptionError: unknown or conflicting values.
@@ -55,7 +60,9 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quantizer: str | None = None,
         memory: int | None = None,
         fixed: dict[str, int] | None = None,
-        kernel: str = "reference",
+        kernel: str = "native",
+        activations: str = "int8",
+        dense: str = "full",
         high: str | None = None,
         low: str | None = None,
         expert_memory: int | None = None,
@@ -89,6 +96,10 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         for name in (tier, high, low):
             if name is not None:
                 tier_format(name)
+        check_kernel(kernel, activations)
+        check_dense(dense)
+        if kernel == "reference" and dense != "full":
+            raise OptionError(f"dense {dense!r} needs the native kernel, not 'reference'")
         self.quant_method = QUANT_METHOD
         self.mode = mode
         self.tier = tier
@@ -98,6 +109,8 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.memory = memory
         self.fixed = fixed or {}
         self.kernel = kernel
+        self.activations = activations
+        self.dense = dense
         self.high = high
         self.low = low
         self.expert_memory = expert_memory

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dynaexq.core import DynaExqError
 from dynaexq.integrations.transformers.families import ExpertLayers
 from dynaexq.kernels import LayerFunctions
+from dynaexq.kernels.gates import GateFunction, recognise_gate
 from dynaexq.runtime import ExpertRuntime
 
 IMPLEMENTATION = "dynaexq"
@@ -48,6 +49,14 @@ def _is_prefill(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return inputs is None or inputs.shape[1] > 1
 
 
+def _gates_of(module: Any) -> list[GateFunction]:
+    """Native gates that a family's experts may have: SwiGLU, and gpt_oss's with the constants the module names."""
+    gates = [GateFunction()]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        gates.append(GateFunction(True, float(module.alpha), float(module.limit)))
+    return gates
+
+
 def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> None:
     """Connect every experts module to `runtime`, and make each forward of the model one window."""
     for index, module in enumerate(layers.modules.values()):
@@ -56,6 +65,9 @@ def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> No
             interleaved=not module.is_concatenated,
             gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
             down_bias=module.down_proj_bias if module.has_bias else None,
+            native_gate=recognise_gate(
+                module._apply_gate, not module.is_concatenated, layers.shape.expert.intermediate, _gates_of(module)
+            ),
         )
         module.dynaexq = LayerBinding(runtime, index, functions)
     model.dynaexq_runtime = runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynaexq.core import UnsupportedModelError
+from dynaexq.integrations.transformers.dense import packable_layers
 from dynaexq.integrations.transformers.families import ExpertLayers
 from dynaexq.plan.memory import ModelProfile
 
@@ -14,6 +15,9 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
     config = skeleton.config.get_text_config()
     experts = layers.parameter_names
     dense = sum(p.numel() for name, p in skeleton.named_parameters() if name not in experts)
+    linear, embeddings = packable_layers(skeleton, layers.shape.experts)
+    packable = {id(module.weight) for module in (*linear.values(), *embeddings.values())}
+    others = sum(p.numel() for name, p in skeleton.named_parameters() if name not in experts and id(p) not in packable)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -27,6 +31,9 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
     return ModelProfile(
         shape=layers.shape,
         dense_parameters=dense,
+        unpackable_parameters=others,
+        matrices=tuple((module.out_features, module.in_features) for module in linear.values()),
+        embeddings=tuple((module.num_embeddings, module.embedding_dim) for module in embeddings.values()),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         max_context=context or 1 << 20,

@@ -13,6 +13,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from dynaexq.core import OptionError, StoreError
 from dynaexq.formats import TIERS, tier_rank
 from dynaexq.integrations.transformers.config import PAIRED, DynaExqConfig
+from dynaexq.integrations.transformers.dense import DenseLayers, PackOnLoad
 from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_experts
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
@@ -84,9 +85,22 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             surplus |= {f"{name}.{weight}" for weight in WEIGHTS}
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | {f"^{re.escape(key)}$" for key in surplus}
+        dense, activations = self.quantization_config.dense, self.quantization_config.activations
+        self.dense = None if dense == "full" else DenseLayers(model, self.layers.shape.experts, dense, activations)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Whether a parameter is packed as it is loaded."""
+        return self.dense is not None and self.dense.is_placeholder(model, param_name)
+
+    def get_quantize_ops(self) -> Any:
+        """What packs it."""
+        assert self.dense is not None
+        return PackOnLoad(self.dense)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         config = self.quantization_config
+        if self.dense:
+            self.dense.check_filled(model)
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)
@@ -94,7 +108,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config
-        serving = Serving(config.mode, self.source, budget, config.kernel, loading_progress.get())
+        serving = Serving(config.mode, self.source, budget, config.kernel, config.activations, loading_progress.get())
         if config.mode not in PAIRED:
             return serve_uniform(serving, self._tier())
         tiers = self._tier_pair()

@@ -80,11 +80,20 @@ void forward_linear(const PackedLinear& linear, bool bfloat16, Address x, int to
   linear.forward(number_of(bfloat16), at<const void>(x), tokens, at<const float>(bias), at<void>(out), threads);
 }
 
+void normalize(Address x, Address weight, float epsilon, int rows, int width, Address out, int threads) {
+  if (width < 8 || width % 8) throw std::invalid_argument("rows of " + std::to_string(width) + " numbers, not of eights");
+  nb::gil_scoped_release unlocked;
+  normalize_rows(at<const float>(x), at<const float>(weight), epsilon, rows, width, at<float>(out), threads,
+                 **available_tiles());
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
   m.def("instruction_sets", &instruction_sets);
   m.def("team_kind", &team_kind);
+  m.def("normalize_rows", &normalize, nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("rows"),
+        nb::arg("width"), nb::arg("out"), nb::arg("threads"));
 
   nb::class_<LayerGate>(m, "LayerGate")
       .def("__init__",

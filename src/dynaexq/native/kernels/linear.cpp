@@ -10,6 +10,7 @@ namespace dynaexq {
 namespace {
 
 constexpr int kTokensAtOnce = 8, kAlone = 4;
+constexpr int kNormFloats = 1 << 15;  // so few are done by the calling thread
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rounded rows
 
 }  // namespace
@@ -76,6 +77,22 @@ void PackedLinear::forward(Number number, const void* x, int tokens, const float
     };
     run_team(threads, work);
   }
+}
+
+void normalize_rows(const float* x, const float* weight, float epsilon, int rows, int width, float* out, int threads,
+                    const TileSet& tiles) {
+  const int together = std::max(1, kNormFloats / width);  // rows of one work unit
+  const int units = (rows + together - 1) / together;
+  auto normalize = [&](int unit) {
+    for (int row = unit * together; row < std::min((unit + 1) * together, rows); ++row) {
+      const std::size_t at = static_cast<std::size_t>(row) * width;
+      tiles.normalize(x + at, weight, epsilon, width, out + at);
+    }
+  };
+  Phase phase;
+  phase.reset(units, threads);
+  auto work = [&] { phase.work(normalize); };
+  run_team(units > 1 ? threads : 1, work);
 }
 
 }  // namespace dynaexq

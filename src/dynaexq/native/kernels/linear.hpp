@@ -27,4 +27,8 @@ class PackedLinear {
   const TileSet& tiles_;
 };
 
+// RMSNorm of rows [rows, width] into `out`; width is a multiple of 8.
+void normalize_rows(const float* x, const float* weight, float epsilon, int rows, int width, float* out, int threads,
+                    const TileSet& tiles);
+
 }  // namespace dynaexq

@@ -60,6 +60,8 @@ struct TileSet {
   void (*apply_gate)(const Gate& gate, float* gated, const float* up, int count);
   // out[i] += weight * x[i]; count is a multiple of 8.
   void (*accumulate)(float* out, const float* x, float weight, int count);
+  // out[i] = x[i] / sqrt(mean of x squared + epsilon) * weight[i]; count is a multiple of 8.
+  void (*normalize)(const float* x, const float* weight, float epsilon, int count, float* out);
 };
 
 // The instruction sets this binary holds and this processor has, best first; the last is always "scalar".

@@ -19,7 +19,7 @@ constexpr int group_bytes() {
 template <class A, int BITS, int GROUP, int TOKENS>
 inline void prefetch_group(const std::uint8_t* weights) {
   if constexpr (TOKENS <= 2)
-    for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at);
+    for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at, 0, 0);
 }
 
 // Adds scale * dot (+ offset * sum) of one group to each token's accumulator.
@@ -169,7 +169,7 @@ inline void tile_bf16(const std::uint8_t* weights, int columns, const Row* rows,
   typename A::F even[TOKENS], odd[TOKENS];
   for (int t = 0; t < TOKENS; ++t) even[t] = odd[t] = A::zero();
   for (int k = 0; k + 1 < columns; k += 2, weights += 32) {
-    if (TOKENS <= 2) __builtin_prefetch(weights + kPrefetchBytes);
+    if (TOKENS <= 2) __builtin_prefetch(weights + kPrefetchBytes, 0, 0);
     const typename A::F first = A::load_bf16(weights), second = A::load_bf16(weights + 16);
 #pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t) {
@@ -315,8 +315,21 @@ void accumulate(float* out, const float* x, float weight, int count) {
 }
 
 template <class A>
+void normalize(const float* x, const float* weight, float epsilon, int count, float* out) {
+  typename A::F squares[2] = {A::zero(), A::zero()};
+  for (int i = 0; i < count; i += 8) {
+    const typename A::F value = A::load(x + i);
+    squares[i / 8 % 2] = A::fma(value, value, squares[i / 8 % 2]);
+  }
+  const float mean = A::sum(A::addf(squares[0], squares[1])) / static_cast<float>(count);
+  const typename A::F factor = A::broadcast(1.0f / __builtin_sqrtf(mean + epsilon));
+  for (int i = 0; i < count; i += 8)
+    A::store(out + i, A::mul(A::load(weight + i), A::mul(A::load(x + i), factor)));
+}
+
+template <class A>
 constexpr TileSet make_tiles(const char* name) {
-  return {name, find_multiply<A>, quantize<A>, sum_groups<A>, apply_gate<A>, accumulate<A>};
+  return {name, find_multiply<A>, quantize<A>, sum_groups<A>, apply_gate<A>, accumulate<A>, normalize<A>};
 }
 
 }  // namespace

@@ -1,0 +1,81 @@
+// The sets with VNNI on a processor without it: their dot products written out as the manual defines them.
+#include "support.hpp"
+
+#if defined(__x86_64__)
+#include <string>
+
+#include "isa_avx2.hpp"
+#include "tiles_body.hpp"
+
+namespace dynaexq {
+namespace {
+
+// _mm256_dpbusd_epi32: four products of unsigned and signed bytes, added to each int32, nothing saturated.
+__m256i emulate_dpbusd(__m256i sums, __m256i a, __m256i b) {
+  std::int32_t total[8];
+  std::uint8_t left[32];
+  std::int8_t right[32];
+  std::memcpy(total, &sums, 32);
+  std::memcpy(left, &a, 32);
+  std::memcpy(right, &b, 32);
+  for (int i = 0; i < 32; ++i) total[i / 4] += left[i] * right[i];
+  std::memcpy(&sums, total, 32);
+  return sums;
+}
+
+// _mm256_dpwssd_epi32: two products of signed 16-bit numbers, added to each int32, nothing saturated.
+__m256i emulate_dpwssd(__m256i sums, __m256i a, __m256i b) {
+  std::int32_t total[8];
+  std::int16_t left[16], right[16];
+  std::memcpy(total, &sums, 32);
+  std::memcpy(left, &a, 32);
+  std::memcpy(right, &b, 32);
+  for (int i = 0; i < 16; ++i) total[i / 2] += left[i] * right[i];
+  std::memcpy(&sums, total, 32);
+  return sums;
+}
+
+// As in tiles_avxvnni.cpp.
+struct EmulatedAvxVnni : Avx2 {
+  static constexpr bool kNarrowPartials = false;
+  static P dot(P sums, B codes, B values) { return emulate_dpbusd(sums, codes, values); }
+  static I widen(P sums) { return sums; }
+};
+
+// As in tiles_avx512.cpp.
+struct EmulatedAvx512Vnni : EmulatedAvxVnni {
+  static W dot_wide(W sums, W codes, const std::int16_t* values) {
+    long long four;
+    std::memcpy(&four, values, 8);
+    const __m256i x = _mm256_set1_epi64x(four);
+    return {emulate_dpwssd(sums.low, codes.low, x), emulate_dpwssd(sums.high, codes.high, x)};
+  }
+};
+
+const TileSet kEmulatedAvxVnni = make_tiles<EmulatedAvxVnni>("avx-vnni, emulated");
+const TileSet kEmulatedAvx512 = make_tiles<EmulatedAvx512Vnni>("avx512-vnni, emulated");
+
+}  // namespace
+
+namespace test {
+
+void add_emulated_sets(std::vector<const TileSet*>& sets) {
+  for (const TileSet* set : sets)
+    if (std::string(set->name) == "avx2") {
+      sets.insert(sets.end(), {&kEmulatedAvxVnni, &kEmulatedAvx512});
+      return;
+    }
+}
+
+}  // namespace test
+}  // namespace dynaexq
+
+#else
+
+namespace dynaexq::test {
+
+void add_emulated_sets(std::vector<const TileSet*>&) {}
+
+}  // namespace dynaexq::test
+
+#endif

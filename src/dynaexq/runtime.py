@@ -140,13 +140,20 @@ class ExpertRuntime:
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Experts of MoE layer `layer`: hidden [tokens, hidden], ids and weights [tokens, top_k]."""
-        local = self._local
-        assert local.words is not None, "the experts were called outside of the model's forward"
-        if self.listener:
-            local.routed.append(RoutedLayer(layer, ids, weights))
-        count = self.experts.shape.experts
-        words = local.words[layer * count : (layer + 1) * count]
+        words = self.words(layer)
+        assert words is not None, "the experts were called outside of the model's forward"
+        self.record(layer, ids, weights)
         return self.kernel.forward(ExpertsCall(hidden, ids, weights, words, functions))
+
+    def words(self, layer: int) -> Words | None:
+        """Handles [experts] of MoE layer `layer` in this thread's window; None outside of one."""
+        words, count = self._local.words, self.experts.shape.experts
+        return None if words is None else words[layer * count : (layer + 1) * count]
+
+    def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k]."""
+        if self.listener:
+            self._local.routed.append(RoutedLayer(layer, ids, weights))
 
 
 class _Windows(threading.local):

@@ -66,7 +66,7 @@ class PackedMatrix:
             packed = encode_matrix(padded, self.format, QUANTIZERS[self.format.name])
             self.packed[done : done + len(packed)] = packed
             done += len(packed)
-        self._linear = PackedLinear(
+        self.native = PackedLinear(
             weights=self.packed.data_ptr(),
             nbytes=self.packed.nbytes,
             bits=self.format.bits,
@@ -81,7 +81,7 @@ class PackedMatrix:
         """x [..., columns] (float32 or bfloat16) times the transpose, plus bias (float32 [rows]): [..., rows]."""
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.rows), dtype=x.dtype)
-        self._linear.forward(
+        self.native.forward(
             x.dtype == torch.bfloat16,
             x.data_ptr(),
             x.numel() // self.columns,

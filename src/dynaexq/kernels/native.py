@@ -45,7 +45,7 @@ class NativeKernel:
             for fmt, layout in zip(memory.formats, layouts, strict=True)
         ]
         arena = memory.arena.view(0, memory.arena.nbytes)
-        self._layers = ExpertLayers(
+        self.layers = ExpertLayers(
             arena=arena.data_ptr(),
             arena_bytes=arena.nbytes,
             experts=memory.shape.experts,
@@ -62,10 +62,8 @@ class NativeKernel:
         Raises:
             IndexError: an expert id outside of the layer.
         """
-        if call.functions not in self._gates:
-            self._gates[call.functions] = self._make_gate(call.functions)
-        made = self._gates[call.functions]
-        if made is None:
+        gate = self.native_gate(call.functions)
+        if gate is None:
             return self._reference.forward(call)
         dtype = call.hidden.dtype if call.hidden.dtype in NATIVE_DTYPES else torch.float32
         hidden = call.hidden.to(dtype).contiguous()
@@ -74,8 +72,8 @@ class NativeKernel:
         tokens, top_k = ids.shape
         assert hidden.shape == (tokens, self._memory.expert.hidden) and weights.shape == ids.shape
         assert len(call.words) == self._memory.shape.experts
-        self._layers.forward(
-            made[0],
+        self.layers.forward(
+            gate,
             call.words,
             dtype == torch.bfloat16,
             hidden.data_ptr(),
@@ -87,6 +85,13 @@ class NativeKernel:
             thread_count(),
         )
         return out.to(call.hidden.dtype)
+
+    def native_gate(self, functions: LayerFunctions) -> LayerGate | None:
+        """A layer's gate for C++, kept with the kernel; None where the reference must compute it."""
+        if functions not in self._gates:
+            self._gates[functions] = self._make_gate(functions)
+        made = self._gates[functions]
+        return None if made is None else made[0]
 
     def _make_gate(self, functions: LayerFunctions) -> tuple[LayerGate, tuple[torch.Tensor | None, ...]] | None:
         """The layer's gate for C++ and the tensors it points to; None where the reference must do it."""

@@ -1,6 +1,7 @@
 """C++ parts: handle words and window epochs, aligned reads, checksums, kernels. All long calls run without the GIL."""
 
 from dynaexq.native._native import (
+    DecoderLayer,
     ExpertLayers,
     HandleTable,
     LayerGate,
@@ -15,6 +16,7 @@ from dynaexq.native._native import (
 )
 
 __all__ = [
+    "DecoderLayer",
     "ExpertLayers",
     "HandleTable",
     "LayerGate",

@@ -91,3 +91,50 @@ class PackedLinear:
         instructions: str,
     ) -> None: ...
     def forward(self, bfloat16: bool, x: int, tokens: int, bias: int, out: int, threads: int) -> None: ...
+
+class DecoderLayer:
+    """One decode step of a decoder layer, see decoder.hpp. Norms are (address, epsilon), projections (matrix, bias
+    address); the caller keeps what they point to."""
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        before_attention: tuple[int, float],
+        query: tuple[PackedLinear, int],
+        key: tuple[PackedLinear, int],
+        value: tuple[PackedLinear, int],
+        output: tuple[PackedLinear, int],
+        query_norm: tuple[int, float],
+        key_norm: tuple[int, float],
+        norm_by_head: bool,
+        heads: int,
+        kv_heads: int,
+        width: int,
+        scaling: float,
+        before_experts: tuple[int, float],
+        router: tuple[PackedLinear, int],
+        expert_count: int,
+        top_k: int,
+        renormalize: bool,
+        experts: ExpertLayers,
+        gate: LayerGate,
+    ) -> None: ...
+    def step(
+        self,
+        words: NDArray[np.uint64],
+        hidden: int,
+        cosine: int,
+        sine: int,
+        position_stride: int,
+        keys: int,
+        values: int,
+        sequence_stride: int,
+        head_stride: int,
+        past: int,
+        ids: int,
+        weights: int,
+        out: int,
+        sequences: int,
+        threads: int,
+    ) -> None: ...

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-FIRST_ROOM = 256
-"""Tokens that a layer makes room for at first; later it doubles."""
+
+class Place(NamedTuple):
+    """Where a new token goes: buffers [batch, heads, room, width], and how many tokens are there before it."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    past: int
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values [batch, heads, tokens, width] at the front of larger buffers."""
+    """Keys and values [batch, heads, tokens, width] at the front of larger buffers, which double when they are full."""
 
-    def __init__(self, room: int = FIRST_ROOM) -> None:
+    def __init__(self, room: int) -> None:
+        """`room`: tokens to make room for at first."""
         super().__init__()
         self._room = room
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -25,32 +31,50 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         """Append new tokens; returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if self._buffers is None or not self._owns(end, key_states.shape[0]):
-            self._buffers = (self._grow(self.keys, key_states, end), self._grow(self.values, value_states, end))
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., start:end, :] = new
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        place = self.reserve(key_states.shape[-2], key_states, value_states)
+        end = place.past + key_states.shape[-2]
+        for buffer, new in ((place.keys, key_states), (place.values, value_states)):
+            buffer[..., place.past : end, :] = new
+        self._show(place, end)
         return self.keys, self.values
 
-    def _owns(self, end: int, batch: int) -> bool:
-        """Whether the buffers have room for `end` tokens and still hold what the cache holds (it may be cropped,
-        repeated or reordered into other tensors)."""
+    def reserve(self, tokens: int, keys_like: torch.Tensor, values_like: torch.Tensor) -> Place:
+        """Buffers with room for `tokens` more, of the batch, heads, width and dtype of the examples."""
+        past = self.get_seq_length()
+        if not self._owns(past + tokens, keys_like.shape[0]):
+            keys, values = self.keys, self.values
+            self._buffers = (
+                self._grow(keys, keys_like, past, past + tokens),
+                self._grow(values, values_like, past, past + tokens),
+            )
         assert self._buffers is not None
+        return Place(*self._buffers, past)
+
+    def append_one(self) -> Place:
+        """Make the next token part of an initialised cache; the caller writes its key and value before they are read."""
+        place = self.reserve(1, self.keys, self.values)
+        self._show(place, place.past + 1)
+        return place
+
+    def _show(self, place: Place, end: int) -> None:
+        self.keys, self.values = place.keys[..., :end, :], place.values[..., :end, :]
+
+    def _owns(self, end: int, batch: int) -> bool:
+        """Whether the buffers have room for `end` tokens and are what the cache shows: it may have been cropped, repeated
+        or reordered into other tensors."""
         return (
-            end <= self._buffers[0].shape[-2]
+            self._buffers is not None
+            and end <= self._buffers[0].shape[-2]
             and self._buffers[0].shape[0] == batch
             and self.keys is not None
             and self.keys.data_ptr() == self._buffers[0].data_ptr()
             and self.values.data_ptr() == self._buffers[1].data_ptr()
         )
 
-    def _grow(self, held: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
-        tokens = held.shape[-2] if held.numel() else 0
-        buffer = new.new_empty((*new.shape[:-2], max(self._room, 2 * tokens, end), new.shape[-1]))
-        if tokens:
-            buffer[..., :tokens, :] = held
+    def _grow(self, held: torch.Tensor, like: torch.Tensor, past: int, end: int) -> torch.Tensor:
+        buffer = like.new_empty((*like.shape[:-2], max(self._room, 2 * past, end), like.shape[-1]))
+        if past:
+            buffer[..., :past, :] = held
         return buffer
 
 

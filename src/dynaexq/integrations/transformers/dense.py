@@ -36,9 +36,13 @@ class PackedLinearLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         assert self.matrix is not None
+        return self.matrix.multiply(x, self.float_bias())
+
+    def float_bias(self) -> torch.Tensor | None:
+        """The bias as the kernels want it, float32 [out]."""
         if self._bias is None and self.bias is not None:
             self._bias = self.bias.detach().to(torch.float32).contiguous()
-        return self.matrix.multiply(x, self._bias)
+        return self._bias
 
     def extra_repr(self) -> str:
         kept = self.matrix.format.name if self.matrix else "not loaded"

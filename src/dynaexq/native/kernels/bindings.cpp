@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../team.hpp"
+#include "decoder.hpp"
 #include "experts.hpp"
 #include "linear.hpp"
 
@@ -66,6 +67,35 @@ void forward_experts(const ExpertLayers& layers, const LayerGate& gate, Words wo
                        at<const float>(weights), tokens, top_k, words.data(), &gate, at<void>(out)};
   nb::gil_scoped_release unlocked;
   layers.forward(call, threads);
+}
+
+Norm make_norm(const std::tuple<Address, float>& norm) {
+  return {at<const float>(std::get<0>(norm)), std::get<1>(norm)};
+}
+
+using NormTuple = std::tuple<Address, float>;                       // weight (0: none), epsilon
+using ProjectionTuple = std::tuple<const PackedLinear*, Address>;  // matrix, bias (0: none)
+
+Projection make_projection(const ProjectionTuple& projection) {
+  return {std::get<0>(projection), at<const float>(std::get<1>(projection))};
+}
+
+void step_layer(const DecoderLayer& layer, Words words, Address hidden, Address cosine, Address sine,
+                std::ptrdiff_t position_stride, Address keys, Address values, std::ptrdiff_t sequence_stride,
+                std::ptrdiff_t head_stride, int past, Address ids, Address weights, Address out, int sequences,
+                int threads) {
+  const StepCall call{at<const float>(hidden),
+                      at<const float>(cosine),
+                      at<const float>(sine),
+                      position_stride,
+                      {at<float>(keys), at<float>(values), sequence_stride, head_stride, past},
+                      words.data(),
+                      at<std::int64_t>(ids),
+                      at<float>(weights),
+                      at<float>(out),
+                      sequences};
+  nb::gil_scoped_release unlocked;
+  layer.step(call, threads);
 }
 
 PackedLinear make_linear(Address weights, std::size_t nbytes, int bits, int group, int rows, int columns, bool exact,
@@ -127,6 +157,30 @@ void bind_kernels(nb::module_& m) {
            nb::arg("columns"), nb::arg("exact"), nb::arg("instructions"))
       .def("forward", &forward_linear, nb::arg("bfloat16"), nb::arg("x"), nb::arg("tokens"), nb::arg("bias"),
            nb::arg("out"), nb::arg("threads"));
+
+  nb::class_<DecoderLayer>(m, "DecoderLayer")
+      .def("__init__",
+           [](DecoderLayer* self, int hidden, NormTuple before_attention, ProjectionTuple query, ProjectionTuple key,
+              ProjectionTuple value, ProjectionTuple output, NormTuple query_norm, NormTuple key_norm,
+              bool norm_by_head, int heads, int kv_heads, int width, float scaling, NormTuple before_experts,
+              ProjectionTuple router, int expert_count, int top_k, bool renormalize, const ExpertLayers& experts,
+              const LayerGate& gate) {
+             const AttentionParts attention{make_projection(query), make_projection(key), make_projection(value),
+                                            make_projection(output), make_norm(query_norm), make_norm(key_norm),
+                                            norm_by_head, heads, kv_heads, width, scaling};
+             new (self) DecoderLayer(hidden, make_norm(before_attention), attention, make_norm(before_experts),
+                                     {make_projection(router), expert_count, top_k, renormalize}, experts, gate,
+                                     **available_tiles());
+           },
+           nb::kw_only(), nb::arg("hidden"), nb::arg("before_attention"), nb::arg("query"), nb::arg("key"),
+           nb::arg("value"), nb::arg("output"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("norm_by_head"),
+           nb::arg("heads"), nb::arg("kv_heads"), nb::arg("width"), nb::arg("scaling"), nb::arg("before_experts"),
+           nb::arg("router"), nb::arg("expert_count"), nb::arg("top_k"), nb::arg("renormalize"), nb::arg("experts"),
+           nb::arg("gate"))
+      .def("step", &step_layer, nb::arg("words"), nb::arg("hidden"), nb::arg("cosine"), nb::arg("sine"),
+           nb::arg("position_stride"), nb::arg("keys"), nb::arg("values"), nb::arg("sequence_stride"),
+           nb::arg("head_stride"), nb::arg("past"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"),
+           nb::arg("sequences"), nb::arg("threads"));
 }
 
 }  // namespace dynaexq

@@ -60,6 +60,10 @@ struct TileSet {
   void (*apply_gate)(const Gate& gate, float* gated, const float* up, int count);
   // out[i] += weight * x[i]; count is a multiple of 8.
   void (*accumulate)(float* out, const float* x, float weight, int count);
+  // Attention of one query [width] over keys and values [tokens, width]; scores [tokens] is working memory. Width is
+  // a multiple of 8.
+  void (*attend)(const float* query, const float* keys, const float* values, int width, int tokens, float scaling,
+                 float* scores, float* out);
   // out[i] = x[i] / sqrt(mean of x squared + epsilon) * weight[i]; count is a multiple of 8.
   void (*normalize)(const float* x, const float* weight, float epsilon, int count, float* out);
 };

@@ -328,8 +328,31 @@ void normalize(const float* x, const float* weight, float epsilon, int count, fl
 }
 
 template <class A>
+inline float dot_floats(const float* a, const float* b, int count) {
+  typename A::F sums[2] = {A::zero(), A::zero()};
+  for (int i = 0; i < count; i += 8) sums[i / 8 % 2] = A::fma(A::load(a + i), A::load(b + i), sums[i / 8 % 2]);
+  return A::sum(A::addf(sums[0], sums[1]));
+}
+
+template <class A>
+void attend(const float* query, const float* keys, const float* values, int width, int tokens, float scaling,
+            float* scores, float* out) {
+  float largest = -__builtin_inff();
+  for (int t = 0; t < tokens; ++t) {
+    scores[t] = scaling * dot_floats<A>(query, keys + static_cast<std::ptrdiff_t>(t) * width, width);
+    largest = scores[t] > largest ? scores[t] : largest;
+  }
+  float total = 0.0f;
+  for (int t = 0; t < tokens; ++t) total += scores[t] = __builtin_expf(scores[t] - largest);
+  const float share = 1.0f / total;
+  for (int i = 0; i < width; i += 8) A::store(out + i, A::zero());
+  for (int t = 0; t < tokens; ++t)
+    accumulate<A>(out, values + static_cast<std::ptrdiff_t>(t) * width, scores[t] * share, width);
+}
+
+template <class A>
 constexpr TileSet make_tiles(const char* name) {
-  return {name, find_multiply<A>, quantize<A>, sum_groups<A>, apply_gate<A>, accumulate<A>, normalize<A>};
+  return {name, find_multiply<A>, quantize<A>, sum_groups<A>, apply_gate<A>, accumulate<A>, attend<A>, normalize<A>};
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.[ch]pp src/dynaexq/native/*/*.[ch]pp)
 TEXTS ?=
 
-.PHONY: setup demo test lint bench adaptive soak table matrix clean
+.PHONY: setup demo test lint bench adaptive kernels soak table matrix clean
 
 setup: $(VENV)/ready
 
@@ -29,12 +29,16 @@ bench: setup
 	$(BIN)/python -m benchmarks.tiers --quick
 	$(BIN)/python -m benchmarks.control --quick
 	$(BIN)/python -m benchmarks.adaptive --quick
+	$(BIN)/python -m benchmarks.kernels --quick
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md
 
 adaptive: setup
 	$(BIN)/python -m benchmarks.adaptive $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/adaptive.json --readme README.md
+
+kernels: setup
+	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json --readme README.md
 
 # Ten minutes under one memory limit while the workload shifts.
 soak: setup

@@ -101,7 +101,7 @@ class Llama:
 
         self.lib = lib = llama_cpp
         lib.llama_backend_init()
-        lib.llama_log_set(QUIET, ctypes.c_void_p(0))
+        lib.llama_log_set(pass_on_errors, ctypes.c_void_p(0))
         model_options = lib.llama_model_default_params()
         model_options.use_mmap = False  # as our arena: anonymous memory
         self.model = lib.llama_model_load_from_file(str(path).encode(), model_options)
@@ -151,8 +151,8 @@ class Llama:
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def QUIET(level: int, text: bytes, _: Any) -> None:
-    """Pass on errors alone."""
+def pass_on_errors(level: int, text: bytes, _: Any) -> None:
+    """Write what llama.cpp says of errors to stderr."""
     if level >= 4:
         sys.stderr.write(text.decode(errors="replace"))
 

@@ -72,6 +72,7 @@ class ExpertRuntime:
         self.kernel = kernel
         self.budget = budget
         self.listener = listener
+        self.fused_layers = 0
         self._local = _Windows()
 
     @property
@@ -92,8 +93,8 @@ class ExpertRuntime:
         return 1.0 if self.mode == "full" else 0.0
 
     def describe_kernel(self) -> dict[str, str | int | None]:
-        """The kernel in use: its name, how it rounds activations, its instruction set and threads, and why not all
-        layers go through it (None: they do)."""
+        """The kernel in use: its name, how it rounds activations, its instruction set and threads, why not all layers
+        go through it (None: they do), and how many decoder layers decode in one native call."""
         kernel = self.kernel
         return {
             "kernel": kernel.name,
@@ -101,6 +102,7 @@ class ExpertRuntime:
             "instructions": kernel.instructions,
             "threads": thread_count(),
             "kernel_fallback": kernel.fallback,
+            "fused_layers": self.fused_layers,
         }
 
     def close(self) -> None:

@@ -122,14 +122,29 @@ def test_options_that_conflict_or_do_nothing_stop_the_start(store: Path, text: P
 
 
 def test_probe_measures_a_store_and_a_directory(store: Path, tmp_path: Path) -> None:
-    found = json.loads(run("probe", str(store), "--size", "4M", "--json", "-").stdout)
+    found = json.loads(run("probe", str(store), "--size", "4M", "--no-kernels", "--json", "-").stdout)
     assert found["store"] is True
     assert found["link"]["nbytes"] >= 4 << 20
     assert found["background_bytes_per_second"] == pytest.approx(0.8 * found["link"]["bytes_per_second"])
-    found = json.loads(run("probe", str(tmp_path), "--size", "4M", "--json", "-").stdout)
+    assert "kernels" not in found
+    found = json.loads(run("probe", str(tmp_path), "--size", "4M", "--no-kernels", "--json", "-").stdout)
     assert found["store"] is False
     assert found["memory"]["read"] > 0 < found["memory"]["copy"]
     assert not list(tmp_path.iterdir())
     refuse("probe", str(tmp_path / "none"), code=2, words="is no directory")
     refuse("probe", str(tmp_path), "--size", "1", code=2, words="too little to measure")
     refuse("probe", str(tmp_path), "--size", "100T", code=6, words="give less")
+
+
+def test_probe_tells_what_the_kernels_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynaexq.cli.probe.KERNEL_BYTES", 1 << 20)  # 8 experts of each tier all the same
+    monkeypatch.setattr("dynaexq.plan.ceilings.BURST_SECONDS", 0.0)
+    done = run("probe", str(tmp_path), "--size", "1M", "--json", "-")
+    kernels = json.loads(done.stdout)["kernels"]
+    assert set(kernels) == {"instructions", "threads", "team", "activations", "tiers"}
+    assert list(kernels["tiers"]) == ["int2", "int4", "int8", "bf16"]
+    for name, tier in kernels["tiers"].items():
+        assert tier["bytes_per_second"] > 0 < tier["operations_per_second"]
+        assert f"): {name} {tier['bytes_per_second'] / 1e9:.1f} GB/s at one token" in done.stderr
+    monkeypatch.setattr("dynaexq.cli.probe.KERNEL_BYTES", 1 << 50)
+    refuse("probe", str(tmp_path), "--size", "1M", code=6, words="--no-kernels leaves them out")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from transformers import AutoModelForCausalLM
 import dynaexq.integrations.transformers  # noqa: F401  (registers the loading hook)
 from cli.test_cli import refuse, run
 from dynaexq.core import OptionError, StoreError
-from dynaexq.integrations.transformers import random_model
 from dynaexq.integrations.transformers.geometries import GEOMETRIES
 from dynaexq.integrations.transformers.loading import load_tokenizer
 from dynaexq.integrations.transformers.quantizer import runtime_of
-from dynaexq.integrations.transformers.random_model import describe_random_model
+from dynaexq.integrations.transformers.random_model import describe_random_model, target_shares
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store import ExpertStore, PrepareOptions
 from dynaexq.store.synthetic import write_synthetic
@@ -127,12 +127,11 @@ def test_routing_is_as_asked_for(tmp_path: Path) -> None:
     for name, routing in (("uniform", "uniform"), ("zipf", "zipf"), ("profile", hotness)):
         write(tmp_path / name, "qwen3-30b-a3b", routing, ("int2",), **wide)
         found[name] = measure(tmp_path / name)
-    assert found["uniform"].max() < 2 / 32
-    assert found["uniform"].min() > 0.4 / 32
-    skeleton = ExpertStore.open(tmp_path / "zipf")
-    layers = type("Layers", (), {"shape": skeleton.shape})
+    assert found["uniform"].max() < 1.6 / 32
+    assert found["uniform"].min() > 0.6 / 32
+    shape = ExpertStore.open(tmp_path / "zipf").shape
     for name, routing in (("zipf", "zipf"), ("profile", hotness)):
-        wanted = random_model.target_shares(layers, routing, 0)  # type: ignore[arg-type]
+        wanted = target_shares(shape, routing, 0)
         for shares, target in zip(found[name], wanted, strict=True):
             assert rank_correlation(shares, target) > 0.8
     assert (found["zipf"].max(1) > 4 / 32).all()
@@ -238,18 +237,18 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
 
 def test_interrupting_it_leaves_no_partial_file(tmp_path: Path) -> None:
     target = tmp_path / "store"
-    arguments = ["synth", "olmoe-1b-7b", "-o", str(target), "--layers", "2", "--vocab", "4096", "--tiers", "int1"]
+    arguments = ["synth", "olmoe-1b-7b", "-o", str(target), "--layers", "4", "--vocab", "4096", "--tiers", "int8"]
     # a suite started in the background of a shell ignores SIGINT, and so would its children
     command = ["env", "--default-signal=INT", sys.executable, "-m", "dynaexq", *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     while not (target / "model.safetensors.partial").exists():
         assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate()
     assert child.returncode == 130
     assert "Traceback" not in errors
     assert not list(target.rglob("*.partial"))
-    assert not (target / "model.safetensors").exists()
 
 
 def test_its_help_shows_examples() -> None:

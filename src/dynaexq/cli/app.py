@@ -13,6 +13,8 @@ from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
 from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
+from dynaexq.cli.synth import synth
+from dynaexq.kernels.threads import limit_torch_threads
 from dynaexq.native import limit_malloc
 
 app = typer.Typer(
@@ -29,6 +31,7 @@ app.command()(generate)
 app.command()(evaluate)
 app.command()(calibrate)
 app.command()(probe)
+app.command()(synth)
 
 
 @app.callback(invoke_without_command=True)
@@ -44,4 +47,5 @@ def options(
 def run() -> None:
     """Run the command line."""
     limit_malloc()
+    limit_torch_threads()
     app()

@@ -1,4 +1,4 @@
-"""What this machine can do: memory bandwidth, and the link that expert versions come over."""
+"""What this machine can do: memory bandwidth, the link that expert versions come over, and the expert kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dynaexq.core import BLOCK_BYTES, StoreError, round_up
+from dynaexq.core import BLOCK_BYTES, ExpertShape, StoreError, round_up
 from dynaexq.device import CpuDevice
-from dynaexq.native import read_extent
+from dynaexq.formats import tier_format
+from dynaexq.kernels.threads import thread_count
+from dynaexq.native import instruction_sets, read_extent, team_kind
+from dynaexq.plan.ceilings import EXPERT, TOP_K, RandomExperts, Reading, Work, measure_experts
 from dynaexq.store import ExpertStore
 from dynaexq.store.files import write_all
 
 REPEATS = 5
 CHUNK_BYTES = 1 << 20
 """Read at a time where there is no store: about one expert at int4 of a 30B model."""
+
+TIERS = ("int2", "int4", "int8", "bf16")
+TOKENS = 64
+"""What `measure_kernels` tells of: the tiers that serve, at one token and at a batch that computing bounds."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,27 @@ class LinkSpeed:
     bytes_per_second: float
     nbytes: int
     direct_io: bool
+
+
+@dataclass(frozen=True)
+class TierSpeed:
+    """Medians of one tier: bytes per second at one token, what share of reading that is, and operations per second at
+    TOKENS tokens on one expert."""
+
+    bytes_per_second: float
+    share_of_read: float
+    operations_per_second: float
+
+
+@dataclass(frozen=True)
+class KernelSpeeds:
+    """What the kernels reach here, with these instructions and threads (`team`: whose they are)."""
+
+    instructions: str
+    threads: int
+    team: str
+    activations: str
+    tiers: dict[str, TierSpeed]
 
 
 def measure_memory(nbytes: int) -> MemorySpeed:
@@ -85,6 +113,27 @@ def measure_disk(directory: Path, nbytes: int) -> LinkSpeed:
             return _read_back(Path(file.name), nbytes)
     except OSError as error:
         raise StoreError(f"cannot write {nbytes} bytes into {directory}: {error.strerror or error}") from error
+
+
+def measure_kernels(
+    nbytes: int, expert: ExpertShape = EXPERT, top_k: int = TOP_K, activations: str = "int8"
+) -> KernelSpeeds:
+    """Measure the native kernel at TIERS, one after the other; two arenas of `nbytes` are there at a time.
+
+    Raises:
+        MemoryLimitError: they do not fit.
+    """
+    work = Work(batches=(TOKENS,), prefill_tokens=0)
+    reading, tiers = Reading(nbytes), {}
+    for tier in TIERS:
+        experts = RandomExperts(tier_format(tier), expert, nbytes, top_k)
+        speed = measure_experts(experts, activations, reading, top_k, work)
+        experts.close()
+        stream = speed.one_token
+        tiers[tier] = TierSpeed(
+            stream.bytes_per_second.median, stream.share_of_read.median, speed.batches[TOKENS].median
+        )
+    return KernelSpeeds(instruction_sets()[0], thread_count(), team_kind(), activations, tiers)
 
 
 def _read_back(path: Path, nbytes: int) -> LinkSpeed:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,19 @@ from dynaexq.store.manifest import DENSE_NAME, DenseInfo
 
 CHUNK_BYTES = 4 << 20
 
+Chunk = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Tensor(Protocol):
+    """What the header of the dense file says about a tensor: its safetensors type, its shape, its size."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
 
 def write_dense(checkpoint: Checkpoint, names: Iterable[str], root: Path, advance: Callable[[int], None]) -> DenseInfo:
     """Write `root`/model.safetensors with the tensors `names`, a few MiB in memory at a time.
@@ -26,11 +39,31 @@ def write_dense(checkpoint: Checkpoint, names: Iterable[str], root: Path, advanc
         CheckpointError: a tensor is unreadable or not finite.
         StoreError: the disk is full or the file cannot be written.
     """
-    ordered = sorted(names)
+
+    def read(name: str) -> Iterator[Chunk]:
+        entry = checkpoint.tensors[name]
+        for start in range(0, entry.nbytes, CHUNK_BYTES):
+            nbytes = min(CHUNK_BYTES, entry.nbytes - start)
+            chunk = checkpoint.read_bytes(entry.file, entry.start + start, nbytes)
+            _check_finite(chunk, name, entry.dtype, entry.file)
+            yield chunk
+
+    return write_tensors({name: checkpoint.tensors[name] for name in names}, read, root, advance)
+
+
+def write_tensors(
+    tensors: Mapping[str, Tensor], read: Callable[[str], Iterable[Chunk]], root: Path, advance: Callable[[int], None]
+) -> DenseInfo:
+    """Write `root`/model.safetensors with `tensors`; `read` gives the bytes of one by name, in chunks (uint8).
+
+    Raises:
+        StoreError: the disk is full or the file cannot be written.
+    """
+    ordered = sorted(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name in ordered:
-        entry = checkpoint.tensors[name]
+        entry = tensors[name]
         header[name] = {
             "dtype": entry.dtype,
             "shape": list(entry.shape),
@@ -41,15 +74,14 @@ def write_dense(checkpoint: Checkpoint, names: Iterable[str], root: Path, advanc
     checksum = crc32c(np.frombuffer(head, np.uint8))
     with replace_atomically(root / DENSE_NAME) as descriptor:
         write_all(descriptor, head)
+        written = 0
         for name in ordered:
-            entry = checkpoint.tensors[name]
-            for start in range(0, entry.nbytes, CHUNK_BYTES):
-                nbytes = min(CHUNK_BYTES, entry.nbytes - start)
-                chunk = checkpoint.read_bytes(entry.file, entry.start + start, nbytes)
-                _check_finite(chunk, name, entry.dtype, entry.file)
+            for chunk in read(name):
                 write_all(descriptor, chunk.data)
                 checksum = crc32c(chunk, checksum)
-                advance(nbytes)
+                written += chunk.nbytes
+                advance(chunk.nbytes)
+        assert written == position
     return DenseInfo(nbytes=len(head) + position, crc32c=checksum)
 
 
@@ -77,6 +109,6 @@ def verify_dense(root: Path, info: DenseInfo) -> None:
         raise StoreError(f"{path} is damaged: its checksum is wrong; prepare the model again into a new directory")
 
 
-def _check_finite(chunk: np.ndarray[Any, np.dtype[np.uint8]], name: str, dtype: str, file: Path) -> None:
+def _check_finite(chunk: Chunk, name: str, dtype: str, file: Path) -> None:
     if dtype in DTYPES and not bool(torch.isfinite(torch.from_numpy(chunk).view(DTYPES[dtype])).all()):
         raise CheckpointError(f"tensor {name} in {file} holds NaN or infinite weights")

@@ -2,9 +2,9 @@
 #include <chrono>
 #include <cstdio>
 
-#include "../../../src/dynaexq/native/team.hpp"
 #include "check.hpp"
 #include "support.hpp"
+#include "team.hpp"
 
 int main() {
   using namespace dynaexq;

@@ -88,7 +88,7 @@ class Guarded {
 
 template <class T>
 bool same_bits(const T* a, const T* b, std::size_t count) {
-  return std::memcmp(a, b, count * sizeof(T)) == 0;
+  return count == 0 || std::memcmp(a, b, count * sizeof(T)) == 0;
 }
 
 template <class T>

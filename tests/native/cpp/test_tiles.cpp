@@ -47,6 +47,7 @@ struct Case {
 
 void check_accuracy(const Case& test, const Row* rows, const float* out) {
   const double bound = test.precision == Precision::Int8 ? 2e-2 : test.precision == Precision::Int16 ? 1e-3 : 1e-5;
+  double squares = 0;
   for (int t = 0; t < kBlockTokens; ++t) {
     double rounded[kRows] = {}, original[kRows] = {};
     for (int r = 0; r < kRows; ++r)
@@ -58,9 +59,12 @@ void check_accuracy(const Case& test, const Row* rows, const float* out) {
     const float* got = out + t * kRows;
     CHECK(distance(got, rounded, kRows) < 1e-5, "%s, token %d: %g from what it saw", test.name.c_str(), t,
           distance(got, rounded, kRows));
-    CHECK(distance(got, original, kRows) < bound, "%s, token %d: %g from the truth", test.name.c_str(), t,
-          distance(got, original, kRows));
+    const double error = distance(got, original, kRows);
+    CHECK(error < 2 * bound, "%s, token %d: %g from the truth", test.name.c_str(), t, error);
+    squares += error * error;
   }
+  const double error = std::sqrt(squares / kBlockTokens);
+  CHECK(error < bound, "%s: %g from the truth", test.name.c_str(), error);
 }
 
 void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes codes) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         return Place(*self._buffers, past)
 
     def append_one(self) -> Place:
-        """Make the next token part of an initialised cache; the caller writes its key and value before they are read."""
+        """Make the next token part of an initialised cache; the caller writes its key and value."""
         place = self.reserve(1, self.keys, self.values)
         self._show(place, place.past + 1)
         return place
@@ -60,8 +61,8 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = place.keys[..., :end, :], place.values[..., :end, :]
 
     def _owns(self, end: int, batch: int) -> bool:
-        """Whether the buffers have room for `end` tokens and are what the cache shows: it may have been cropped, repeated
-        or reordered into other tensors."""
+        """Whether the buffers have room for `end` tokens and are what the cache shows: it may have been repeated or
+        reordered into other tensors."""
         return (
             self._buffers is not None
             and end <= self._buffers[0].shape[-2]
@@ -83,3 +84,8 @@ def make_cache(config: Any, tokens: int) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer(tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def cache_argument(model: Any) -> str:
+    """What this version of Transformers calls a cache that is passed in."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -11,6 +11,7 @@ import torch
 from transformers import TextStreamer
 
 from dynaexq.core import CheckpointError, OptionError
+from dynaexq.integrations.transformers.cache import cache_argument, make_cache
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def generate_text(
         torch.manual_seed(sampling.seed)
     streamer = _TimedStreamer(tokenizer, emit)
     start = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **sampling.options())
+    cache = {cache_argument(model): make_cache(model.config, ids.shape[1] + sampling.max_new_tokens)}
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **cache, **sampling.options())
     times = streamer.times
     after_first = times[-1] - times[0] if len(times) > 1 else times[0] - start
     return Generation(

@@ -13,9 +13,11 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from dynaexq.core import OptionError, StoreError
 from dynaexq.formats import TIERS, tier_rank
 from dynaexq.integrations.transformers.config import PAIRED, DynaExqConfig
+from dynaexq.integrations.transformers.decoding import speed_up_decoding
 from dynaexq.integrations.transformers.dense import DenseLayers, PackOnLoad
 from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_experts
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
+from dynaexq.integrations.transformers.norms import replace_norms
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
 from dynaexq.residency import BudgetTracker, VersionSource
@@ -104,7 +106,11 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)
-        bind_experts(model, self.layers, self._serve(budget))
+        runtime = self._serve(budget)
+        bind_experts(model, self.layers, runtime)
+        if config.kernel == "native":
+            replace_norms(model)
+            runtime.fused_layers = speed_up_decoding(model, self.layers.shape.layers)
 
     def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config

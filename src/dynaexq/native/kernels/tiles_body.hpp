@@ -272,7 +272,7 @@ void sum_groups(const float* x, int columns, int group, float* sum) {
   }
 }
 
-// 2^x for x in -126..127: a polynomial of degree 6 on the fraction, relative error below 2e-7.
+// 2^x for x in -126..128, infinite from 127.5 on: a polynomial of degree 6 on the fraction, relative error below 2e-7.
 template <class A>
 inline typename A::F power_of_two(typename A::F x) {
   const typename A::F whole = A::round(x), f = A::sub(x, whole);
@@ -290,7 +290,7 @@ inline typename A::F power_of_two(typename A::F x) {
 template <class A>
 inline typename A::F swish(typename A::F x, float alpha) {
   typename A::F power = A::mul(x, A::broadcast(-1.44269504f * alpha));
-  power = A::min(A::max(power, A::broadcast(-126.0f)), A::broadcast(126.0f));  // NaN: the quotient keeps it
+  power = A::min(A::max(power, A::broadcast(-126.0f)), A::broadcast(128.0f));  // NaN: the quotient keeps it
   return A::div(x, A::addf(A::broadcast(1.0f), power_of_two<A>(power)));
 }
 

@@ -27,4 +27,5 @@ __attribute__((format(printf, 5, 6))) inline bool check(bool good, const char* f
 }  // namespace dynaexq::test
 
 // CHECK(condition, "what it was about %d", ...)
-#define CHECK(condition, ...) ::dynaexq::test::check(static_cast<bool>(condition), __FILE__, __LINE__, #condition, __VA_ARGS__)
+#define CHECK(condition, ...) \
+  ::dynaexq::test::check(static_cast<bool>(condition), __FILE__, __LINE__, #condition, __VA_ARGS__)

@@ -32,7 +32,8 @@ struct Layer {
       const std::uint64_t format = e % which.size();
       words.push_back(format << 56 | bytes.size() / kBlock << 28 | 0xfffffff);
       const std::size_t start = bytes.size();
-      experts.push_back({pack(which[format], intermediate, hidden, random), pack(which[format], intermediate, hidden, random),
+      experts.push_back({pack(which[format], intermediate, hidden, random),
+                         pack(which[format], intermediate, hidden, random),
                          pack(which[format], hidden, intermediate, random)});
       for (int part = 0; part < 3; ++part) {
         bytes.resize(start + formats[format].sections[part], kSentinel);
@@ -55,7 +56,10 @@ struct Input {
 
   // Every token takes `k` experts of `experts`, some of them twice.
   Input(const Layer& layer, int n, int k, Random& random)
-      : tokens(n), top_k(k), hidden(random.normals(static_cast<std::size_t>(n) * layer.hidden)), weights(random.normals(n * k)) {
+      : tokens(n),
+        top_k(k),
+        hidden(random.normals(static_cast<std::size_t>(n) * layer.hidden)),
+        weights(random.normals(n * k)) {
     for (int pair = 0; pair < n * k; ++pair) {
       const bool again = pair % k && random.below(6) == 0;
       ids.push_back(again ? ids.back() : random.below(static_cast<int>(layer.experts.size())));
@@ -84,7 +88,8 @@ struct Input {
 template <class T>
 std::vector<T> forward(const ExpertLayers& layers, const Layer& layer, const std::vector<T>& hidden, const Input& input,
                        const LayerGate& gate, int threads) {
-  const Guarded from(hidden), ids(input.ids), weights(input.weights), words(layer.words), out(hidden.size() * sizeof(T));
+  const Guarded from(hidden), ids(input.ids), weights(input.weights), words(layer.words);
+  const Guarded out(hidden.size() * sizeof(T));
   const LayerCall call{sizeof(T) == 2 ? Number::BFloat16 : Number::Float32,
                        from.data(),
                        ids.as<std::int64_t>(),
@@ -99,8 +104,8 @@ std::vector<T> forward(const ExpertLayers& layers, const Layer& layer, const std
   return std::vector<T>(out.as<T>(), out.as<T>() + hidden.size());
 }
 
-inline std::vector<float> forward(const ExpertLayers& layers, const Layer& layer, const Input& input, const LayerGate& gate,
-                                  int threads) {
+inline std::vector<float> forward(const ExpertLayers& layers, const Layer& layer, const Input& input,
+                                  const LayerGate& gate, int threads) {
   return forward<float>(layers, layer, input.hidden, input, gate, threads);
 }
 

@@ -1,14 +1,16 @@
-// Proves the CPU kernels against plain arithmetic, set by set. Exit code 1 where a check failed.
+// Proves the CPU kernels against plain arithmetic, set by set: kernel_tests [--quick]. Exit code 1: a check failed.
 #include <chrono>
 #include <cstdio>
+#include <string>
 
 #include "check.hpp"
 #include "support.hpp"
 #include "team.hpp"
 
-int main() {
+int main(int count, char** arguments) {
   using namespace dynaexq;
   using namespace dynaexq::test;
+  quick = count > 1 && std::string(arguments[1]) == "--quick";
   std::vector<const TileSet*> sets;
   for (const TileSet* const* set = available_tiles(); *set; ++set) sets.push_back(*set);
   add_emulated_sets(sets);

@@ -32,7 +32,8 @@ inline double decode(const std::uint8_t* matrix, WeightFormat format, int column
   }
   const int bits = format.bits, group = format.group, planes = 8 / bits, k = column % group;
   const std::size_t record_bytes = group * bits + 16 + (bits == 8 ? 0 : 16);
-  const std::uint8_t* record = matrix + (static_cast<std::size_t>(row / 8) * (columns / group) + column / group) * record_bytes;
+  const std::size_t index = static_cast<std::size_t>(row / 8) * (columns / group) + column / group;
+  const std::uint8_t* record = matrix + index * record_bytes;
   const std::uint8_t byte = record[k / (4 * planes) * 32 + 4 * (row % 8) + k % 4];
   const int plane = k % (4 * planes) / 4;
   const double scale = half_value(read_u16(record + group * bits + 2 * (row % 8)));
@@ -65,7 +66,9 @@ class Packer {
   Packed take() { return std::move(packed_); }
 
  private:
-  double& value(int row, int column) { return packed_.values[static_cast<std::size_t>(row) * packed_.columns + column]; }
+  double& value(int row, int column) {
+    return packed_.values[static_cast<std::size_t>(row) * packed_.columns + column];
+  }
   void push_u16(std::uint16_t x) {
     packed_.bytes.push_back(static_cast<std::uint8_t>(x & 255));
     packed_.bytes.push_back(static_cast<std::uint8_t>(x >> 8));

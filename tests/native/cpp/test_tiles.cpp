@@ -38,7 +38,7 @@ struct Case {
 
   // What the kernel sees of an activation.
   double restored(const Row& row, int token, int column) const {
-    if (precision == Precision::Float) return static_cast<double>(x[static_cast<std::size_t>(token) * columns + column]);
+    if (precision == Precision::Float) return x[static_cast<std::size_t>(token) * columns + column];
     const int value = precision == Precision::Int8 ? static_cast<const std::int8_t*>(row.values)[column]
                                                    : static_cast<const std::int16_t*>(row.values)[column];
     return value * static_cast<double>(row.scale[column / format.group]);
@@ -119,7 +119,8 @@ void check_rounding(const TileSet& set, Precision precision, int group) {
   x[10 * group + group - 1] = HUGE_VALF;
   x[11 * group] = -HUGE_VALF;
   const Guarded values(columns * size), plain_values(columns * size);
-  const Guarded scale(12 * sizeof(float)), plain_scale(12 * sizeof(float)), sum(12 * sizeof(float)), plain_sum(12 * sizeof(float));
+  const Guarded scale(12 * sizeof(float)), plain_scale(12 * sizeof(float));
+  const Guarded sum(12 * sizeof(float)), plain_sum(12 * sizeof(float));
   set.quantize(x.data(), columns, group, precision, values.data(), scale.as<float>(), sum.as<float>());
   scalar_tiles().quantize(x.data(), columns, group, precision, plain_values.data(), plain_scale.as<float>(),
                           plain_sum.as<float>());
@@ -139,8 +140,8 @@ void check_rounding(const TileSet& set, Precision precision, int group) {
             set.name, k, static_cast<double>(x[k]), value * step);
     }
     if (size == 1)
-      CHECK(std::fabs(static_cast<double>(sum.as<float>()[g]) - total) <= 1e-6 * std::fabs(total) + 1e-36, "%s, group %d",
-            set.name, g);
+      CHECK(std::fabs(static_cast<double>(sum.as<float>()[g]) - total) <= 1e-6 * std::fabs(total) + 1e-36,
+            "%s, group %d", set.name, g);
   }
 }
 
@@ -164,8 +165,8 @@ void check_gate(const TileSet& set, const Gate& gate) {
     const double wanted = a / (1 + std::exp(-static_cast<double>(gate.alpha) * a)) * b;
     const double got = static_cast<double>(gated.as<float>()[i]);
     const bool overflows = std::fabs(wanted) > 3.4e38 && !std::isfinite(got);
-    CHECK(overflows || std::fabs(got - wanted) <= 3e-5 * std::fabs(wanted) + 1e-28, "%s: gate %g, up %g: %g, not %g", set.name,
-          static_cast<double>(g[i]), static_cast<double>(u[i]), got, wanted);
+    CHECK(overflows || std::fabs(got - wanted) <= 3e-5 * std::fabs(wanted) + 1e-28, "%s: gate %g, up %g: %g, not %g",
+          set.name, static_cast<double>(g[i]), static_cast<double>(u[i]), got, wanted);
   }
   std::vector<float> poison(8, NAN), ones(8, 1.0f);
   std::vector<float> a = poison, b = ones;
@@ -188,9 +189,10 @@ void check_sums(const TileSet& set) {
   }
   const Guarded out(x), addend(y);
   set.accumulate(out.as<float>(), addend.as<float>(), 0.3f, 384);
-  for (int i = 0; i < 384; ++i)
-    CHECK(std::fabs(static_cast<double>(out.as<float>()[i]) - (static_cast<double>(x[i]) + 0.3 * static_cast<double>(y[i]))) < 1e-6,
-          "%s, %d", set.name, i);
+  for (int i = 0; i < 384; ++i) {
+    const double wanted = static_cast<double>(x[i]) + 0.3 * static_cast<double>(y[i]);
+    CHECK(std::fabs(static_cast<double>(out.as<float>()[i]) - wanted) < 1e-6, "%s, %d", set.name, i);
+  }
 }
 
 }  // namespace
@@ -203,7 +205,8 @@ void test_layout() {
     const Packed packed = pack(format, kRows, columns, random);
     const std::size_t wanted =
         format.bits == 16 ? kRows * columns * 2
-                          : kRows / 8 * (columns / format.group) * (format.group * format.bits + (format.bits == 8 ? 16 : 32));
+        : format.bits == 8 ? kRows / 8 * (columns / format.group) * (format.group * 8 + 16)
+                           : kRows / 8 * (columns / format.group) * (format.group * format.bits + 32);
     CHECK(packed.bytes.size() == wanted, "%d bits: %zu bytes", format.bits, packed.bytes.size());
     CHECK(tile_bytes(format, columns) * kTiles == wanted, "%d bits", format.bits);
     for (int row = 0; row < kRows; ++row)

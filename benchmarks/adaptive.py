@@ -109,12 +109,12 @@ def compare(job: Job) -> dict[str, Any]:
     quiet_transformers()
     workloads = read_workloads(load_tokenizer(EMBEDDED_MODEL), job.texts, job.passes * job.batch, TOKENS)
     any_store = next(iter(job.stores.values()))  # bf16 is the same in all
-    reference = load_model(any_store, DynaExqConfig(mode="full"), torch.float32)
+    reference = load_model(any_store, DynaExqConfig(mode="full", kernel="reference"), torch.float32)
     models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         profiles = _calibrate(reference, workloads, any_store, Path(directory))
         for quantizer, tier in sorted({(cell.quantizer, tier) for cell in job.cells for tier in _uniforms(cell, job)}):
-            config = DynaExqConfig(mode="static", tier=tier)
+            config = DynaExqConfig(mode="static", tier=tier, kernel="reference")
             models[f"{quantizer} {tier}"] = load_model(job.stores[quantizer], config, torch.float32)
         for cell in job.cells:
             for name, config in _variants(cell, job.stores[cell.quantizer], profiles).items():
@@ -178,7 +178,8 @@ def _by_pass(scores: Scores, batch: int) -> list[float]:
 
 
 def _variants(cell: Cell, store: Path, profiles: dict[str, Path]) -> dict[str, DynaExqConfig]:
-    common = {"high": cell.high, "low": cell.low, "expert_memory": _budget(cell, ExpertStore.open(store))}
+    memory = _budget(cell, ExpertStore.open(store))
+    common: dict[str, Any] = {"high": cell.high, "low": cell.low, "expert_memory": memory, "kernel": "reference"}
 
     def online(**tuning: Any) -> DynaExqConfig:
         return DynaExqConfig(mode="dynaexq", drive="replay", tuning=tuning, **common)

@@ -20,7 +20,7 @@ import numpy as np
 CONTEXT = 1024
 """Tokens that all streams together may hold."""
 
-PAST = 32
+PAST = 8
 """Tokens that a stream has behind it when its decode steps are timed."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

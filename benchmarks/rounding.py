@@ -2,8 +2,8 @@
 
     python -m benchmarks.rounding [--quick] [--json FILE|-] [--readme FILE]
 
-For every tier: KL of the reference kernel to bf16 (what the tier costs), and KL of the native kernel to the reference at
-the same tier (what rounded activations add). For dense layers: KL of each form to plain ones, experts at bf16.
+For every tier: KL of the reference kernel to bf16 (what the tier costs), and KL of the native kernel to the reference
+at the same tier (what rounded activations add). For dense layers: KL of each form to plain ones, experts at bf16.
 """
 
 from __future__ import annotations

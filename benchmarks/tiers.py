@@ -48,11 +48,11 @@ def main() -> None:
     pin_threads()
     quiet_transformers()
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    reference = load_model(EMBEDDED_MODEL, DynaExqConfig(mode="full"), torch.float32)
+    reference = load_model(EMBEDDED_MODEL, DynaExqConfig(mode="full", kernel="reference"), torch.float32)
     variants = [("int2", "rtn"), ("int2", DEFAULT_QUANTIZER)] if arguments.quick else VARIANTS
     models = {}
     for tier, quantizer in variants:
-        config = DynaExqConfig(mode="static", tier=tier, quantizer=quantizer, group_size=GROUP_SIZE)
+        config = DynaExqConfig("static", tier, quantizer=quantizer, group_size=GROUP_SIZE, kernel="reference")
         models[f"{tier} {quantizer}"] = load_model(EMBEDDED_MODEL, config, torch.float32)
         print(f"loaded {tier} {quantizer}", file=sys.stderr)
     shape = runtime_of(reference).experts.shape

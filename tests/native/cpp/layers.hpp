@@ -112,11 +112,12 @@ inline std::vector<float> forward(const ExpertLayers& layers, const Layer& layer
 // Rounds values to what activations in front of a format are rounded to, as docs and tiles.hpp have it.
 inline void round_values(std::vector<double>& x, WeightFormat format) {
   const double steps = format.bits == 8 ? 32767 : 127;
-  for (std::size_t first = 0; format.bits < 16 && first < x.size(); first += format.group) {
+  const int group = activation_group(format);
+  for (std::size_t first = 0; format.bits < 16 && first < x.size(); first += group) {
     double largest = 0;
-    for (int k = 0; k < format.group; ++k) largest = std::max(largest, std::fabs(x[first + k]));
+    for (int k = 0; k < group; ++k) largest = std::max(largest, std::fabs(x[first + k]));
     if (largest < 1e-30) largest = HUGE_VAL;
-    for (int k = 0; k < format.group; ++k)
+    for (int k = 0; k < group; ++k)
       x[first + k] = std::isinf(largest) ? 0 : std::nearbyint(x[first + k] / (largest / steps)) * (largest / steps);
   }
 }

@@ -41,7 +41,7 @@ struct Case {
     if (precision == Precision::Float) return x[static_cast<std::size_t>(token) * columns + column];
     const int value = precision == Precision::Int8 ? static_cast<const std::int8_t*>(row.values)[column]
                                                    : static_cast<const std::int16_t*>(row.values)[column];
-    return value * static_cast<double>(row.scale[column / format.group]);
+    return value * static_cast<double>(row.scale[column / activation_group(format)]);
   }
 };
 
@@ -71,7 +71,7 @@ void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes c
   const Case test(set, format, exact, codes);
   const Multiply multiply = set.multiply(format, test.precision);
   if (!CHECK(multiply, "%s", test.name.c_str())) return;
-  const RowLayout layout(test.precision, test.columns, format.group);
+  const RowLayout layout(test.precision, test.columns, format);
   const Guarded weights(test.packed.bytes), memory(layout.stride() * kBlockTokens);
   std::vector<Row> rows;
   for (int t = 0; t < kBlockTokens; ++t) {
@@ -109,6 +109,7 @@ void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes c
 }
 
 void check_rounding(const TileSet& set, Precision precision, int group) {
+  const WeightFormat format{precision == Precision::Int8 ? 2 : 8, group};  // whose activations share scales by group
   const int size = precision == Precision::Int8 ? 1 : 2, steps = precision == Precision::Int8 ? 127 : 32767;
   const int columns = 12 * group;
   Random random(group);
@@ -121,8 +122,8 @@ void check_rounding(const TileSet& set, Precision precision, int group) {
   const Guarded values(columns * size), plain_values(columns * size);
   const Guarded scale(12 * sizeof(float)), plain_scale(12 * sizeof(float));
   const Guarded sum(12 * sizeof(float)), plain_sum(12 * sizeof(float));
-  set.quantize(x.data(), columns, group, precision, values.data(), scale.as<float>(), sum.as<float>());
-  scalar_tiles().quantize(x.data(), columns, group, precision, plain_values.data(), plain_scale.as<float>(),
+  set.quantize(x.data(), columns, format, precision, values.data(), scale.as<float>(), sum.as<float>());
+  scalar_tiles().quantize(x.data(), columns, format, precision, plain_values.data(), plain_scale.as<float>(),
                           plain_sum.as<float>());
   CHECK(same_bits(values.data(), plain_values.data(), columns * size), "%s, group %d", set.name, group);
   CHECK(same_bits(scale.data(), plain_scale.data(), 9 * sizeof(float)), "%s, group %d", set.name, group);

@@ -44,9 +44,9 @@ ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, i
       throw std::invalid_argument("no kernel for " + std::to_string(format.weights.bits) + " bits in groups of " +
                                   std::to_string(group) + " of " + std::to_string(hidden_) + " x " +
                                   std::to_string(intermediate_));
-    const RowLayout inner(precision, intermediate_, group);
+    const RowLayout inner(precision, intermediate_, format.weights);
     const std::size_t down_tile = tile_bytes(format.weights, intermediate_);
-    kernels_.push_back({RowLayout(precision, hidden_, group), inner, multiply, tile_bytes(format.weights, hidden_),
+    kernels_.push_back({RowLayout(precision, hidden_, format.weights), inner, multiply, tile_bytes(format.weights, hidden_),
                         down_tile, format.sections[2] + down_tile * (hidden_ / kTileRows)});
     inner_stride_ = std::max(inner_stride_, inner.stride());
     unit_ = std::max(unit_, group);

@@ -21,7 +21,7 @@ PackedLinear::PackedLinear(const std::uint8_t* weights, std::size_t nbytes, Weig
       rows_(rows),
       columns_(columns),
       tile_(tile_bytes(format, columns)),
-      layout_(precision_for(format, exact), columns, format.group),
+      layout_(precision_for(format, exact), columns, format),
       multiply_(tiles.multiply(format, precision_for(format, exact))),
       tiles_(tiles) {
   if (!multiply_ || rows < 1 || columns < 1 || columns % std::max(format.group, 1))

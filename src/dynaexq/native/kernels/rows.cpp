@@ -7,13 +7,15 @@
 
 namespace dynaexq {
 
-RowLayout::RowLayout(Precision precision, int columns, int group)
-    : precision_(precision), columns_(columns), group_(group) {
+RowLayout::RowLayout(Precision precision, int columns, WeightFormat format)
+    : precision_(precision), columns_(columns), format_(format) {
   const std::size_t size = precision == Precision::Int8 ? 1 : precision == Precision::Int16 ? 2 : 4;
-  const std::size_t meta = group ? align(static_cast<std::size_t>(columns / group) * sizeof(float)) : 0;
+  const auto floats = [&](int group) {
+    return group ? align(static_cast<std::size_t>(columns / group) * sizeof(float)) : 0;
+  };
   scale_offset_ = align(columns * size);
-  sum_offset_ = scale_offset_ + meta;
-  stride_ = sum_offset_ + meta;
+  sum_offset_ = scale_offset_ + floats(activation_group(format));
+  stride_ = sum_offset_ + floats(format.group);
 }
 
 Row RowLayout::at(std::uint8_t* base, std::size_t index) const {
@@ -24,16 +26,16 @@ Row RowLayout::at(std::uint8_t* base, std::size_t index) const {
 void RowLayout::fill(const TileSet& tiles, std::uint8_t* base, std::size_t index, const float* x, int first,
                      int count) const {
   std::uint8_t* row = base + index * stride_;
-  const int group = group_ ? first / group_ : 0;
-  auto* scale = reinterpret_cast<float*>(row + scale_offset_) + group;
-  auto* sum = reinterpret_cast<float*>(row + sum_offset_) + group;
+  const int group = format_.group;
+  auto* scale = reinterpret_cast<float*>(row + scale_offset_) + (group ? first / activation_group(format_) : 0);
+  auto* sum = reinterpret_cast<float*>(row + sum_offset_) + (group ? first / group : 0);
   if (precision_ == Precision::Float) {
     std::memcpy(row + first * sizeof(float), x, count * sizeof(float));
-    if (group_) tiles.sum_groups(x, count, group_, sum);
+    if (group) tiles.sum_groups(x, count, group, sum);
     return;
   }
   const int size = precision_ == Precision::Int8 ? 1 : 2;
-  tiles.quantize(x, count, group_, precision_, row + first * size, scale, sum);
+  tiles.quantize(x, count, format_, precision_, row + first * size, scale, sum);
 }
 
 int rows_per_unit(int rows, int unit, int tokens, int threads) {

@@ -17,16 +17,17 @@ constexpr Precision precision_for(WeightFormat format, bool exact) {
   return format.bits == 8 ? Precision::Int16 : Precision::Int8;
 }
 
-// Where the parts of a row lie: values, then scales, then sums, each aligned. Group 0: no groups.
+// Where the parts of a row for weights of a format lie: values, then scales, then sums, each aligned.
 class RowLayout {
  public:
   RowLayout() = default;
-  RowLayout(Precision precision, int columns, int group);
+  RowLayout(Precision precision, int columns, WeightFormat format);
 
   std::size_t stride() const { return stride_; }
   Row at(std::uint8_t* base, std::size_t index) const;
   bool same_as(const RowLayout& other) const {
-    return precision_ == other.precision_ && columns_ == other.columns_ && group_ == other.group_;
+    return precision_ == other.precision_ && columns_ == other.columns_ && format_.group == other.format_.group &&
+           activation_group(format_) == activation_group(other.format_);
   }
 
   // Fills columns [first, first + count) of row `index` from `x`; both are multiples of the group.
@@ -34,7 +35,8 @@ class RowLayout {
 
  private:
   Precision precision_ = Precision::Float;
-  int columns_ = 0, group_ = 0;
+  int columns_ = 0;
+  WeightFormat format_ = {16, 0};
   std::size_t scale_offset_ = 0, sum_offset_ = 0, stride_ = 0;
 };
 

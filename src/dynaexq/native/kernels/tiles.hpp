@@ -11,8 +11,8 @@ constexpr int kBlockTokens = 64; // tokens that one call of a multiply takes at 
 // How the activations that meet a weight format are held. Rounding to Int8 or Int16 is by group, with a scale each.
 enum class Precision : std::uint8_t { Float, Int8, Int16 };
 
-// One row of activations. `scale` has one value a group (Int8, Int16); `sum` the sum of the group's restored
-// values, for the weights' offsets (Int8, and Float against quantised weights).
+// One row of activations. `scale` has one value an activation group (Int8, Int16); `sum` the sum of the restored
+// values of each of the weights' groups, for their offsets (Int8, and Float against quantised weights).
 struct Row {
   const void* values;
   const float* scale;
@@ -24,6 +24,12 @@ struct WeightFormat {
   int bits;
   int group;
 };
+
+// Activations that share a scale. Against 4-bit weights 32: with as many as the weights' group, rounding would cost a
+// tenth of what such weights lose (`benchmarks/rounding`).
+constexpr int activation_group(WeightFormat format) {
+  return format.bits == 4 && format.group > 32 ? 32 : format.group;
+}
 
 // Bytes of one 8-row tile of `columns` inputs.
 constexpr std::size_t tile_bytes(WeightFormat format, int columns) {
@@ -51,9 +57,10 @@ struct TileSet {
   const char* name;
   // The multiply for a format and a precision of activations; null where there is none.
   Multiply (*multiply)(WeightFormat format, Precision precision);
-  // Rounds `columns` floats by groups. A group with a value that is not finite gets scale and sum NaN; one whose
-  // largest magnitude is below 1e-30 becomes zeros. `sum` is written for Int8 alone.
-  void (*quantize)(const float* x, int columns, int group, Precision precision, void* values, float* scale, float* sum);
+  // Rounds `columns` floats for weights of a format. An activation group with a value that is not finite gets scale
+  // and sum NaN; one whose largest magnitude is below 1e-30 becomes zeros. `sum` is written for Int8 alone.
+  void (*quantize)(const float* x, int columns, WeightFormat format, Precision precision, void* values, float* scale,
+                   float* sum);
   // Group sums of float activations.
   void (*sum_groups)(const float* x, int columns, int group, float* sum);
   // gate[i] = activation(gate[i], up[i]); count is a multiple of 8.

@@ -22,20 +22,19 @@ inline void prefetch_group(const std::uint8_t* weights) {
     for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at, 0, 0);
 }
 
-// Adds scale * dot (+ offset * sum) of one group to each token's accumulator.
-template <class A, int BITS, int GROUP, int TOKENS>
-inline void add_group(typename A::F* acc, const typename A::F* dots, const std::uint8_t* weights, const Row* rows,
-                      int group) {
-  const std::uint8_t* meta = weights + GROUP * BITS;
-  const typename A::F scale = A::load_half(meta);
+// Adds weight scale * activation scale * dot to each token's accumulator.
+template <class A, int TOKENS>
+inline void add_dots(typename A::F* acc, const typename A::I* dots, typename A::F scale, const Row* rows, int group) {
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
-    acc[t] = A::fma(dots[t], A::mul(scale, A::broadcast(rows[t].scale[group])), acc[t]);
-  if constexpr (BITS < 8) {
-    const typename A::F offset = A::load_half(meta + 16);
+    acc[t] = A::fma(A::to_float(dots[t]), A::mul(scale, A::broadcast(rows[t].scale[group])), acc[t]);
+}
+
+// Adds weight offset * sum of the group's activations.
+template <class A, int TOKENS>
+inline void add_offset(typename A::F* acc, typename A::F offset, const Row* rows, int group) {
 #pragma GCC unroll 8
-    for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(offset, A::broadcast(rows[t].sum[group]), acc[t]);
-  }
+  for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(offset, A::broadcast(rows[t].sum[group]), acc[t]);
 }
 
 // Sum of the products of planes [FIRST, FIRST + COUNT), added up in pairs to keep chains of additions short.
@@ -60,25 +59,25 @@ inline typename A::P add_planes(typename A::P sums, const typename A::B* plane, 
   }
 }
 
-// One tile against Int8 activations: unsigned codes times signed bytes, exact in integers within a group.
+// One tile against Int8 activations: unsigned codes times signed bytes, exact in integers within an activation group.
 template <class A, int BITS, int GROUP, int TOKENS>
 inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
-  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes, kVectors = GROUP / kInputs;
+  constexpr int kShared = activation_group({BITS, GROUP}), kParts = GROUP / kShared;
+  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes, kVectors = kShared / kInputs;
   // 16-bit partial sums hold so many products before they must be widened
   constexpr int kSafe = A::kNarrowPartials ? 32767 / (2 * 127 * ((1 << BITS) - 1)) / kPlanes : kVectors;
-  constexpr int kRun = kVectors < kSafe ? kVectors : kSafe;
-  static_assert(kRun >= 1 && kVectors % kRun == 0);
+  static_assert(kVectors >= 1 && kVectors <= kSafe);
   for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
   const int groups = columns / GROUP;
   for (int g = 0; g < groups; ++g, weights += group_bytes<BITS, GROUP>()) {
     prefetch_group<A, BITS, GROUP, TOKENS>(weights);
-    typename A::I wide[TOKENS];
-    for (int run = 0; run < kVectors / kRun; ++run) {
+    const typename A::F scale = A::load_half(weights + GROUP * BITS);
+    for (int part = 0; part < kParts; ++part) {
       typename A::P partial[TOKENS];
       for (int t = 0; t < TOKENS; ++t) partial[t] = A::zero_partial();
 #pragma GCC unroll 8
-      for (int v = 0; v < kRun; ++v) {
-        const int vector = run * kRun + v;
+      for (int v = 0; v < kVectors; ++v) {
+        const int vector = part * kVectors + v;
         const typename A::B packed = A::load_bytes(weights + vector * 32);
         typename A::B plane[kPlanes];
 #pragma GCC unroll 8
@@ -91,14 +90,12 @@ inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows,
           A::keep(partial[t]);
         }
       }
+      typename A::I dots[TOKENS];
 #pragma GCC unroll 8
-      for (int t = 0; t < TOKENS; ++t)
-        wide[t] = run ? A::add(wide[t], A::widen(partial[t])) : A::widen(partial[t]);
+      for (int t = 0; t < TOKENS; ++t) dots[t] = A::widen(partial[t]);
+      add_dots<A, TOKENS>(acc, dots, scale, rows, g * kParts + part);
     }
-    typename A::F dots[TOKENS];
-#pragma GCC unroll 8
-    for (int t = 0; t < TOKENS; ++t) dots[t] = A::to_float(wide[t]);
-    add_group<A, BITS, GROUP, TOKENS>(acc, dots, weights, rows, g);
+    add_offset<A, TOKENS>(acc, A::load_half(weights + GROUP * BITS + 16), rows, g);
   }
 }
 
@@ -122,10 +119,10 @@ inline void tile_int16(const std::uint8_t* weights, int columns, const Row* rows
         A::keep_wide(wide[t]);
       }
     }
-    typename A::F dots[TOKENS];
+    typename A::I dots[TOKENS];
 #pragma GCC unroll 8
-    for (int t = 0; t < TOKENS; ++t) dots[t] = A::to_float(A::fold(wide[t]));
-    add_group<A, 8, GROUP, TOKENS>(acc, dots, weights, rows, g);
+    for (int t = 0; t < TOKENS; ++t) dots[t] = A::fold(wide[t]);
+    add_dots<A, TOKENS>(acc, dots, A::load_half(weights + GROUP * 8), rows, g);
   }
 }
 
@@ -156,10 +153,7 @@ inline void tile_float(const std::uint8_t* weights, int columns, const Row* rows
     const std::uint8_t* meta = weights + GROUP * BITS;
     const typename A::F scale = A::load_half(meta);
     for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(A::addf(even[t], odd[t]), scale, acc[t]);
-    if constexpr (BITS < 8) {
-      const typename A::F offset = A::load_half(meta + 16);
-      for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(offset, A::broadcast(rows[t].sum[g]), acc[t]);
-    }
+    if constexpr (BITS < 8) add_offset<A, TOKENS>(acc, A::load_half(meta + 16), rows, g);
   }
 }
 
@@ -246,20 +240,25 @@ Multiply find_multiply(WeightFormat format, Precision precision) {
 }
 
 template <class A>
-void quantize(const float* x, int columns, int group, Precision precision, void* values, float* scale, float* sum) {
+void quantize(const float* x, int columns, WeightFormat format, Precision precision, void* values, float* scale,
+              float* sum) {
   const float steps = precision == Precision::Int8 ? 127.0f : 32767.0f;
   const float nan = __builtin_nanf("");
-  for (int g = 0; g < columns / group; ++g, x += group) {
-    const float largest = A::largest_magnitude(x, group);  // NaN or inf where a value is
+  const int shared = activation_group(format), parts = format.group / shared;
+  for (int g = 0; g < columns / shared; ++g, x += shared) {
+    const float largest = A::largest_magnitude(x, shared);  // NaN or inf where a value is
     const bool poisoned = !(largest <= 3.402823466e38f);
     const float inverse = poisoned || largest < kTiny ? 0.0f : steps / largest;
     std::int32_t total;
     if (precision == Precision::Int8)
-      total = A::round_int8(x, group, inverse, static_cast<std::int8_t*>(values) + g * group);
+      total = A::round_int8(x, shared, inverse, static_cast<std::int8_t*>(values) + g * shared);
     else
-      total = A::round_int16(x, group, inverse, static_cast<std::int16_t*>(values) + g * group);
+      total = A::round_int16(x, shared, inverse, static_cast<std::int16_t*>(values) + g * shared);
     scale[g] = poisoned ? nan : inverse == 0.0f ? 0.0f : largest / steps;
-    if (precision == Precision::Int8) sum[g] = poisoned ? nan : scale[g] * static_cast<float>(total);
+    if (precision == Precision::Int8) {
+      float& whole = sum[g / parts];
+      whole = (g % parts ? whole : 0.0f) + (poisoned ? nan : scale[g] * static_cast<float>(total));
+    }
   }
 }
 

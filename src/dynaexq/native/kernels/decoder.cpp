@@ -78,9 +78,10 @@ void DecoderLayer::step(const StepCall& call, int threads) const {
     by.matrix->forward(Number::Float32, x, call.sequences, by.bias, out, threads);
   };
   normalize(before_attention_, call.hidden, call.sequences, hidden_, normed);
-  project(attention_.query, normed, memory + queries_at);
-  project(attention_.key, normed, memory + keys_at);
-  project(attention_.value, normed, memory + values_at);
+  const PackedLinear::Use projections[] = {{attention_.query.matrix, attention_.query.bias, memory + queries_at},
+                                           {attention_.key.matrix, attention_.key.bias, memory + keys_at},
+                                           {attention_.value.matrix, attention_.value.bias, memory + values_at}};
+  PackedLinear::forward(projections, 3, Number::Float32, normed, call.sequences, threads);
   attend(call, memory + queries_at, memory + keys_at, memory + values_at, memory + scores_at, memory + mixed_at,
          threads);
   project(attention_.output, memory + mixed_at, normed);

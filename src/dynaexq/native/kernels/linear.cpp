@@ -10,6 +10,7 @@ namespace dynaexq {
 namespace {
 
 constexpr int kTokensAtOnce = 8, kAlone = 4;
+constexpr int kMostUses = 4;  // layers in one parallel region
 constexpr int kNormFloats = 1 << 15;  // so few are done by the calling thread
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rounded rows
 
@@ -31,51 +32,85 @@ PackedLinear::PackedLinear(const std::uint8_t* weights, std::size_t nbytes, Weig
   if ((rows + kTileRows - 1) / kTileRows * tile_ > nbytes) throw std::invalid_argument("packed weights are cut short");
 }
 
+// Rows of a wave of tokens, rounded for one layer.
+struct PackedLinear::Rounded {
+  Number number;
+  const void* x;
+  int start, count;         // tokens of the wave
+  std::uint8_t *copies, *rows;
+};
+
 void PackedLinear::forward(Number number, const void* x, int tokens, const float* bias, void* out, int threads) const {
-  const int most = static_cast<int>(std::max<std::size_t>(kBlockTokens, kWaveBytes / layout_.stride()));
-  const std::size_t width = columns_;
+  const Use use{this, bias, out};
+  forward(&use, 1, number, x, tokens, threads);
+}
+
+void PackedLinear::forward(const Use* uses, int uses_count, Number number, const void* x, int tokens, int threads) {
+  const PackedLinear& first = *uses[0].layer;
+  bool alike = true;  // layers of one format share the rounded rows
+  for (int i = 1; i < uses_count; ++i) alike &= uses[i].layer->layout_.same_as(first.layout_);
+  if (!alike) {
+    for (int i = 0; i < uses_count; ++i) forward(uses + i, 1, number, x, tokens, threads);
+    return;
+  }
+  const RowLayout& layout = first.layout_;
+  const std::size_t width = first.columns_, copy = align(width * sizeof(float));
+  const int most = static_cast<int>(std::max<std::size_t>(kBlockTokens, kWaveBytes / layout.stride()));
   for (int start = 0; start < tokens; start += most) {
     const int count = std::min(most, tokens - start);
-    std::uint8_t* memory = Scratch::of_thread().take(count * (layout_.stride() + align(width * sizeof(float))));
-    std::uint8_t* rows = memory + count * align(width * sizeof(float));
-    auto round_rows = [&](int first, int last) {
-      for (int token = first; token < last; ++token) {
+    std::uint8_t* memory = Scratch::of_thread().take(count * (layout.stride() + copy));
+    const Rounded rounded{number, x, start, count, memory, memory + count * copy};
+    auto round_rows = [&](int from, int to) {
+      for (int token = from; token < to; ++token) {
         const std::size_t at = (static_cast<std::size_t>(start) + token) * width;
-        auto* copy = reinterpret_cast<float*>(memory + token * align(width * sizeof(float)));
         const float* source = static_cast<const float*>(x) + at;
         if (number != Number::Float32) {
-          load_numbers(number, x, at, width, copy);
-          source = copy;
+          auto* floats = reinterpret_cast<float*>(rounded.copies + token * copy);
+          load_numbers(number, x, at, width, floats);
+          source = floats;
         }
-        layout_.fill(tiles_, rows, token, source, 0, columns_);
+        layout.fill(first.tiles_, rounded.rows, token, source, 0, first.columns_);
       }
     };
-    const int unit_rows = rows_per_unit(rows_, kTileRows, count, threads);
-    auto compute = [&](int first) {
-      alignas(kAlignment) float result[kBlockTokens * kChunkRows];
-      Row block[kBlockTokens];
-      const int padded = std::min(unit_rows, (rows_ - first + kTileRows - 1) / kTileRows * kTileRows);
-      const int wanted = std::min(unit_rows, rows_ - first);
-      for (int from = 0; from < count; from += kBlockTokens) {
-        const int here = std::min(kBlockTokens, count - from);
-        for (int i = 0; i < here; ++i) block[i] = layout_.at(rows, from + i);
-        multiply_(weights_ + first / kTileRows * tile_, padded / kTileRows, columns_, block, here, result, padded);
-        for (int i = 0; i < here; ++i) {
-          float* row = result + i * padded;
-          for (int j = 0; bias && j < wanted; ++j) row[j] += bias[first + j];
-          store_numbers(number, row, wanted, out, (static_cast<std::size_t>(start) + from + i) * rows_ + first);
-        }
-      }
+    int units[kMostUses + 1] = {};
+    for (int i = 0; i < uses_count; ++i) {
+      const int rows = rows_per_unit(uses[i].layer->rows_, kTileRows, count, threads);
+      units[i + 1] = units[i] + (uses[i].layer->rows_ + rows - 1) / rows;
+    }
+    auto compute_unit = [&](int unit) {
+      int i = 0;
+      while (unit >= units[i + 1]) ++i;
+      const PackedLinear& layer = *uses[i].layer;
+      const int rows = rows_per_unit(layer.rows_, kTileRows, count, threads);
+      layer.compute(rounded, uses[i], (unit - units[i]) * rows, rows);
     };
     Phase rounding, computing;
     if (count <= kAlone) round_rows(0, count);
     rounding.reset(count <= kAlone ? 0 : (count + kTokensAtOnce - 1) / kTokensAtOnce, threads);
-    computing.reset((rows_ + unit_rows - 1) / unit_rows, threads);
+    computing.reset(units[uses_count], threads);
     auto work = [&] {
       rounding.work([&](int unit) { round_rows(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, count)); });
-      computing.work([&](int unit) { compute(unit * unit_rows); });
+      computing.work(compute_unit);
     };
     run_team(threads, work);
+  }
+}
+
+void PackedLinear::compute(const Rounded& rounded, const Use& use, int first, int unit_rows) const {
+  alignas(kAlignment) float result[kBlockTokens * kChunkRows];
+  Row block[kBlockTokens];
+  const int padded = std::min(unit_rows, (rows_ - first + kTileRows - 1) / kTileRows * kTileRows);
+  const int wanted = std::min(unit_rows, rows_ - first);
+  for (int from = 0; from < rounded.count; from += kBlockTokens) {
+    const int here = std::min(kBlockTokens, rounded.count - from);
+    for (int i = 0; i < here; ++i) block[i] = layout_.at(rounded.rows, from + i);
+    multiply_(weights_ + first / kTileRows * tile_, padded / kTileRows, columns_, block, here, result, padded);
+    for (int i = 0; i < here; ++i) {
+      float* row = result + i * padded;
+      for (int j = 0; use.bias && j < wanted; ++j) row[j] += use.bias[first + j];
+      const std::size_t token = static_cast<std::size_t>(rounded.start) + from + i;
+      store_numbers(rounded.number, row, wanted, use.out, token * rows_ + first);
+    }
   }
 }
 

@@ -18,7 +18,18 @@ class PackedLinear {
   // x [tokens, columns] -> out [tokens, rows]; bias [rows] or null.
   void forward(Number number, const void* x, int tokens, const float* bias, void* out, int threads) const;
 
+  // Several layers on the same x, in one parallel region.
+  struct Use {
+    const PackedLinear* layer;
+    const float* bias;
+    void* out;
+  };
+  static void forward(const Use* uses, int count, Number number, const void* x, int tokens, int threads);
+
  private:
+  struct Rounded;
+  void compute(const Rounded& rows, const Use& use, int first, int unit_rows) const;
+
   const std::uint8_t* weights_;
   int rows_, columns_;
   std::size_t tile_;

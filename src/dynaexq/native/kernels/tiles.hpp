@@ -48,8 +48,8 @@ enum class GateKind : std::uint8_t { SwiGlu, ClampedSwiGlu };
 
 struct Gate {
   GateKind kind;
-  float alpha;  // ClampedSwiGlu: (up + 1) * gate * sigmoid(alpha * gate), gate <= limit, -limit <= up <= limit
-  float limit;
+  float alpha;  // of the sigmoid: 1 for SwiGlu
+  float limit;  // ClampedSwiGlu: (up + 1) * gate * sigmoid(alpha * gate), gate <= limit, -limit <= up <= limit
 };
 
 // Kernels compiled for one instruction set.

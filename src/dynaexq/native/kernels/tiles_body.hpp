@@ -18,7 +18,7 @@ constexpr int group_bytes() {
 
 template <class A, int BITS, int GROUP, int TOKENS>
 inline void prefetch_group(const std::uint8_t* weights) {
-  if constexpr (TOKENS <= 2)
+  if constexpr (TOKENS <= 4)
     for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at, 0, 0);
 }
 
@@ -208,11 +208,13 @@ void multiply(const std::uint8_t* weights, int tiles, int columns, const Row* ro
         tile<A, BITS, GROUP, P, 4>(weights, columns, rows + t, out + t * stride, stride);
         t += 4;
       }
-    if (count - t >= 2) {
-      tile<A, BITS, GROUP, P, 2>(weights, columns, rows + t, out + t * stride, stride);
-      t += 2;
-    }
-    if (count > t) tile<A, BITS, GROUP, P, 1>(weights, columns, rows + t, out + t * stride, stride);
+    if constexpr (kTokens > 2)
+      if (count - t >= 2) {
+        tile<A, BITS, GROUP, P, 2>(weights, columns, rows + t, out + t * stride, stride);
+        t += 2;
+      }
+    if constexpr (kTokens > 1)
+      if (count > t) tile<A, BITS, GROUP, P, 1>(weights, columns, rows + t, out + t * stride, stride);
   }
 }
 

@@ -188,7 +188,7 @@ def gguf_path(root: Path, geometry: Geometry, layers: int, kind: str) -> Path:
 
 
 def measure(python: str, root: Path, quick: bool) -> list[dict[str, Any]]:
-    """Every pair of every geometry."""
+    """Every pair of every geometry, the first with all tasks."""
     results = []
     geometries = [(QWEN, 2, PAIRS[:1])] if quick else [(QWEN, QWEN.layers, PAIRS), (OLMOE, OLMOE.layers, PAIRS[:1])]
     for geometry, layers, pairs in geometries:
@@ -196,8 +196,9 @@ def measure(python: str, root: Path, quick: bool) -> list[dict[str, Any]]:
         store = prepare(geometry, layers, tiers, kinds, python, root)
         for pair in pairs:
             ours, peer = Ours(store, pair), Peer(python, gguf_path(root, geometry, layers, pair.kind))
-            tasks = ((128,), (1, 8), 3) if quick else (PREFILLS, STREAMS, ROUNDS)
-            rows = compare(ours, peer, *tasks)
+            first = not results and not quick
+            tasks = (PREFILLS, STREAMS) if first else (PREFILLS[:1], (1, 8) if quick else (1, 8, 32))
+            rows = compare(ours, peer, *tasks, 3 if quick else ROUNDS)
             peer.close()
             fused = runtime_of(ours.model).fused_layers
             results.append(
@@ -219,7 +220,9 @@ def format_results(results: list[dict[str, Any]]) -> str:
         cells = [
             f"{row['ours']:.0f} / {row['llama.cpp']:.0f} = **{row['ratio']:.2f}** "
             f"[{row['ratio_range'][0]:.2f}, {row['ratio_range'][1]:.2f}]"
-            for row in each["rows"].values()
+            if (row := each["rows"].get(name))
+            else ""
+            for name in names
         ]
         ours = f"{each['tier']} ({BITS[each['tier']]}), {each['dense']} ({BITS[each['dense']]})"
         peer = f"{each['kind']} ({BITS[each['kind']]})"

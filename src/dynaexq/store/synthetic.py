@@ -25,10 +25,10 @@ from dynaexq.store.reader import identity_of
 from dynaexq.store.writer import (
     PrepareOptions,
     Progress,
-    _check_target,
-    _is_intact,
-    _remove_partial_files,
-    _tier_info,
+    check_target,
+    is_intact,
+    remove_partial_files,
+    describe_tier,
 )
 
 QUANTIZER = "random"
@@ -87,15 +87,15 @@ def write_synthetic(
     """
     options.check(model.shape)
     wanted = _manifest(model, options)
-    manifest = _check_target(root, wanted) or wanted
+    manifest = check_target(root, wanted) or wanted
     _check_space(manifest, model, root, options.tiers)
     try:
         (root / "experts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot create {root}: {error.strerror or error}") from error
     with lock_directory(root):
-        manifest = _check_target(root, wanted) or wanted
-        _remove_partial_files(root)
+        manifest = check_target(root, wanted) or wanted
+        remove_partial_files(root)
         if not manifest.files:
             manifest.save(root)
         manifest = manifest.model_copy(update={"files": _write_files(model.files, root)})
@@ -169,11 +169,11 @@ def _write_tiers(
     written = 0
     for tier in tiers:
         for layer in range(manifest.shape.layers):
-            if _is_intact(manifest, root, layer, tier):
+            if is_intact(manifest, root, layer, tier):
                 advance(manifest.experts)
             else:
                 written += _write_layer(manifest, model, root, layer, tier, advance)
-        manifest = manifest.model_copy(update={"tiers": {**manifest.tiers, tier: _tier_info(manifest, root, tier)}})
+        manifest = manifest.model_copy(update={"tiers": {**manifest.tiers, tier: describe_tier(manifest, root, tier)}})
     return manifest, written
 
 

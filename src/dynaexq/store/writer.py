@@ -74,15 +74,15 @@ def prepare_store(
     """
     options.check(source.shape)
     wanted = _manifest(source, options)
-    _check_target(root, wanted)
+    check_target(root, wanted)
     try:
         (root / "experts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"cannot create {root}: {error.strerror or error}") from error
     on_wait = (lambda: progress("waiting for another process that prepares it", 0, 0)) if wait_for_lock else None
     with lock_directory(root, on_wait):
-        manifest = _check_target(root, wanted) or wanted
-        _remove_partial_files(root)
+        manifest = check_target(root, wanted) or wanted
+        remove_partial_files(root)
         _check_space(manifest, source, root, options)
         manifest.save(root)
         manifest = manifest.model_copy(update={"files": _copy_side_files(source.checkpoint, root)})
@@ -106,8 +106,13 @@ def _manifest(source: ExpertSource, options: PrepareOptions) -> Manifest:
     )
 
 
-def _check_target(root: Path, wanted: Manifest) -> Manifest | None:
-    """The manifest already in `root`, None if the directory is free to use."""
+def check_target(root: Path, wanted: Manifest) -> Manifest | None:
+    """The manifest already in `root`, None if the directory is free to use.
+
+    Raises:
+        OptionError: `root` holds something else, or was prepared with other options.
+        StoreError: `root` is a store of another checkpoint.
+    """
     try:
         if not root.exists():
             return None
@@ -134,7 +139,7 @@ def _check_target(root: Path, wanted: Manifest) -> Manifest | None:
     return found
 
 
-def _remove_partial_files(root: Path) -> None:
+def remove_partial_files(root: Path) -> None:
     """Sweep up what a killed run left half-written; the lock says nobody is writing now."""
     for partial in root.rglob(f"*{PARTIAL_SUFFIX}"):
         partial.unlink()
@@ -198,12 +203,12 @@ def _prepare_tiers(
 ) -> Manifest:
     total = manifest.shape.layers * manifest.experts
     for layer in range(manifest.shape.layers):
-        missing = [tier for tier in tiers if not _is_intact(manifest, root, layer, tier)]
+        missing = [tier for tier in tiers if not is_intact(manifest, root, layer, tier)]
         if missing:
             _write_layer_tiers(manifest, source, root, layer, missing, progress)
         progress("experts", (layer + 1) * manifest.experts, total)
     return manifest.model_copy(
-        update={"tiers": {**manifest.tiers, **{tier: _tier_info(manifest, root, tier) for tier in tiers}}}
+        update={"tiers": {**manifest.tiers, **{tier: describe_tier(manifest, root, tier) for tier in tiers}}}
     )
 
 
@@ -238,14 +243,16 @@ def _write_layer_tiers(
             )
 
 
-def _is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
+def is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
+    """Whether a layer's file is there and every extent matches its checksum."""
     try:
         return not damaged_extents(_open(manifest, root, layer, tier))
     except StoreError:
         return False
 
 
-def _tier_info(manifest: Manifest, root: Path, tier: str) -> TierInfo:
+def describe_tier(manifest: Manifest, root: Path, tier: str) -> TierInfo:
+    """Sizes and weight errors of a tier whose layer files are all there."""
     layout = VersionLayout.of(manifest.format(tier), manifest.shape.expert)
     errors = [e for layer in range(manifest.shape.layers) for e in _open(manifest, root, layer, tier).errors]
     return TierInfo(

@@ -26,9 +26,9 @@ from dynaexq.store.writer import (
     PrepareOptions,
     Progress,
     check_target,
+    describe_tier,
     is_intact,
     remove_partial_files,
-    describe_tier,
 )
 
 QUANTIZER = "random"

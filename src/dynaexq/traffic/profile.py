@@ -94,18 +94,18 @@ class TrafficProfile(BaseModel):
             write_all(descriptor, self.model_dump_json().encode())
 
     @classmethod
-    def load(cls, path: Path, fingerprint: str, shape: ModelShape) -> TrafficProfile:
-        """Read the profile of the model with this fingerprint and shape.
+    def read(cls, path: Path) -> TrafficProfile:
+        """Read a profile, whichever model it is of.
 
         Raises:
-            StoreError: missing, damaged, or of another model.
+            StoreError: missing or damaged.
         """
         try:
             if path.exists() and not path.is_file():
                 raise StoreError(f"{path} is no regular file: no traffic profile")
             if path.stat().st_size > MAX_PROFILE_BYTES:
                 raise StoreError(f"{path} is larger than {MAX_PROFILE_BYTES >> 20} MiB: no traffic profile")
-            profile = cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise StoreError(f"cannot read the traffic profile {path}: {error.strerror or error}") from error
         except ValidationError as error:
@@ -114,6 +114,15 @@ class TrafficProfile(BaseModel):
             raise StoreError(
                 f"{path} is no whole traffic profile: {where}{': ' * bool(where)}{first['msg']}"
             ) from error
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: str, shape: ModelShape) -> TrafficProfile:
+        """Read the profile of the model with this fingerprint and shape.
+
+        Raises:
+            StoreError: missing, damaged, or of another model.
+        """
+        profile = cls.read(path)
         if profile.fingerprint != fingerprint or profile.sums.shape != (shape.layers, shape.experts):
             raise StoreError(f"{path} is the traffic profile of another model; make one with `dynaexq calibrate`")
         return profile

@@ -84,27 +84,29 @@ class FastLayer:
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         """One call of the layer: hidden [sequences, tokens, hidden] -> the same."""
-        cache = named.get("cache", named.get("past_key_values"))
-        position: Any = named.get("position_embeddings")
         words = self._binding.runtime.words(self._binding.layer)
+        place = self._place(hidden_states, arguments, named)
+        if words is None or place is None:
+            result: torch.Tensor = self._forward(hidden_states, *arguments, **named)
+            return result
+        return self._step(hidden_states, place, named["position_embeddings"], words)
+
+    def _place(self, hidden: torch.Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> RoomyLayer | None:
+        """The cache layer of a call that the native step can answer; None for all others."""
+        cache = named.get("cache", named.get("past_key_values"))
         if (
-            hidden_states.shape[1] != 1
-            or hidden_states.dtype != torch.float32
+            hidden.shape[1] != 1
+            or hidden.dtype != torch.float32
             or arguments
             or cache is None
-            or position is None
-            or words is None
+            or named.get("position_embeddings") is None
             or named.get("attention_mask") is not None
             or self._kernel is None
             or any(module._forward_hooks or module._forward_pre_hooks for module in self._watched)
         ):
-            result: torch.Tensor = self._forward(hidden_states, *arguments, **named)
-            return result
+            return None
         layer = cache.layers[self._index]
-        if type(layer) is not RoomyLayer or layer.get_seq_length() == 0:
-            result = self._forward(hidden_states, *arguments, **named)
-            return result
-        return self._step(hidden_states, layer, position, words)
+        return layer if type(layer) is RoomyLayer and layer.get_seq_length() else None
 
     def _step(self, hidden: torch.Tensor, layer: RoomyLayer, position: Any, words: Any) -> torch.Tensor:
         hidden = hidden.contiguous()

@@ -143,14 +143,19 @@ class ExpertRuntime:
     ) -> torch.Tensor:
         """Experts of MoE layer `layer`: hidden [tokens, hidden], ids and weights [tokens, top_k]."""
         words = self.words(layer)
-        assert words is not None, "the experts were called outside of the model's forward"
         self.record(layer, ids, weights)
         return self.kernel.forward(ExpertsCall(hidden, ids, weights, words, functions))
 
-    def words(self, layer: int) -> Words | None:
-        """Handles [experts] of MoE layer `layer` in this thread's window; None outside of one."""
+    @property
+    def in_window(self) -> bool:
+        """Whether this thread has a window open."""
+        return self._local.words is not None
+
+    def words(self, layer: int) -> Words:
+        """Handles [experts] of MoE layer `layer` in this thread's window."""
         words, count = self._local.words, self.experts.shape.experts
-        return None if words is None else words[layer * count : (layer + 1) * count]
+        assert words is not None, "the experts were called outside of the model's forward"
+        return words[layer * count : (layer + 1) * count]
 
     def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k]."""

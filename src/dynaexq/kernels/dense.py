@@ -102,6 +102,7 @@ class PackedMatrix:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] (float32 or bfloat16) times the transpose, plus bias (float32 [rows]): [..., rows]."""
+        assert x.shape[-1] == self.columns, (x.shape, self.columns)
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.rows), dtype=x.dtype)
         self.native.forward(
@@ -136,6 +137,10 @@ class PackedRows:
             part = slice(start, start + ROWS_AT_ONCE)
             codes = quantize_matrix(weight[part].detach().to(torch.float32), self.format, "rtn")
             self._values[part], self._scale[part] = codes.codes.view(torch.int8), codes.scale
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Values [rows, columns], scales [rows, groups] of int8 values, and the group size (0: bf16)."""
+        return self._values, self._scale, self.format.group_size if self.format.quantized else 0
 
     def take(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of `ids` [...] as [..., columns]."""

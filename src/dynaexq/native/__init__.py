@@ -2,6 +2,7 @@
 
 from dynaexq.native._native import (
     DecoderLayer,
+    DecoderModel,
     ExpertLayers,
     HandleTable,
     LayerGate,
@@ -17,6 +18,7 @@ from dynaexq.native._native import (
 
 __all__ = [
     "DecoderLayer",
+    "DecoderModel",
     "ExpertLayers",
     "HandleTable",
     "LayerGate",

@@ -122,19 +122,38 @@ class DecoderLayer:
     ) -> None: ...
     def step(
         self,
+        *,
+        sequences: tuple[int, int, int, int, int, int],
+        cache: tuple[int, int, int, int],
         words: NDArray[np.uint64],
         hidden: int,
-        cosine: int,
-        sine: int,
-        position_stride: int,
-        keys: int,
-        values: int,
-        sequence_stride: int,
-        head_stride: int,
-        past: int,
         ids: int,
         weights: int,
         out: int,
-        sequences: int,
+        threads: int,
+    ) -> None: ...
+
+class DecoderModel:
+    """One decode step of a whole model, see model.hpp. The embedding is (values, scales, group or 0, rows)."""
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        embedding: tuple[int, int, int, int],
+        layers: list[DecoderLayer],
+        norm: tuple[int, float],
+        head: tuple[PackedLinear, int],
+    ) -> None: ...
+    def step(
+        self,
+        *,
+        sequences: tuple[int, int, int, int, int, int],
+        caches: list[tuple[int, int, int, int]],
+        words: list[NDArray[np.uint64]],
+        tokens: int,
+        ids: int,
+        weights: int,
+        logits: int,
         threads: int,
     ) -> None: ...

@@ -18,13 +18,41 @@ class Place(NamedTuple):
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values [batch, heads, tokens, width] at the front of larger buffers, which double when they are full."""
+    """Keys and values [batch, heads, tokens, width] at the front of larger buffers, which double when they are full.
+
+    `keys` and `values` are views, made when somebody asks. Transformers repeats, reorders and crops a cache by setting
+    them: what is set is copied into new buffers with the next token.
+    """
 
     def __init__(self, room: int) -> None:
         """`room`: tokens to make room for at first."""
-        super().__init__()
         self._room = room
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._set: list[torch.Tensor | None] = [None, None]
+        self._length = 0
+        super().__init__()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys [batch, heads, tokens, width]; None before the first."""
+        return self._show(0)
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._replace(0, tensor)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, like the keys."""
+        return self._show(1)
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._replace(1, tensor)
+
+    def get_seq_length(self) -> int:
+        """Tokens in the cache."""
+        return self._length if self._buffers is not None else int(super().get_seq_length())
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -32,49 +60,42 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         """Append new tokens; returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        place = self.reserve(key_states.shape[-2], key_states, value_states)
-        end = place.past + key_states.shape[-2]
+        place = self.append(key_states.shape[-2], key_states, value_states)
         for buffer, new in ((place.keys, key_states), (place.values, value_states)):
-            buffer[..., place.past : end, :] = new
-        self._show(place, end)
+            buffer[..., place.past : self._length, :] = new
+        assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
-    def reserve(self, tokens: int, keys_like: torch.Tensor, values_like: torch.Tensor) -> Place:
-        """Buffers with room for `tokens` more, of the batch, heads, width and dtype of the examples."""
-        past = self.get_seq_length()
-        if not self._owns(past + tokens, keys_like.shape[0]):
-            keys, values = self.keys, self.values
-            self._buffers = (
-                self._grow(keys, keys_like, past, past + tokens),
-                self._grow(values, values_like, past, past + tokens),
-            )
-        assert self._buffers is not None
-        return Place(*self._buffers, past)
-
     def append_one(self) -> Place:
-        """Make the next token part of an initialised cache; the caller writes its key and value."""
-        place = self.reserve(1, self.keys, self.values)
-        self._show(place, place.past + 1)
-        return place
+        """Make the next token part of a cache that has some; the caller writes its key and value."""
+        if self._buffers is not None and self._length < self._buffers[0].shape[-2]:
+            self._length += 1
+            return Place(*self._buffers, self._length - 1)
+        assert self.keys is not None and self.values is not None
+        return self.append(1, self.keys, self.values)
 
-    def _show(self, place: Place, end: int) -> None:
-        self.keys, self.values = place.keys[..., :end, :], place.values[..., :end, :]
+    def append(self, tokens: int, keys_like: torch.Tensor, values_like: torch.Tensor) -> Place:
+        """Make `tokens` more part of the cache, of the batch, heads, width and dtype of the examples."""
+        past = self.get_seq_length()
+        buffers = self._buffers
+        if buffers is None or past + tokens > buffers[0].shape[-2] or buffers[0].shape[0] != keys_like.shape[0]:
+            buffers = (self._grow(0, keys_like, past + tokens), self._grow(1, values_like, past + tokens))
+        self._buffers, self._length = buffers, past + tokens
+        return Place(*buffers, past)
 
-    def _owns(self, end: int, batch: int) -> bool:
-        """Whether the buffers have room for `end` tokens and are what the cache shows: it may have been repeated or
-        reordered into other tensors."""
-        return (
-            self._buffers is not None
-            and end <= self._buffers[0].shape[-2]
-            and self._buffers[0].shape[0] == batch
-            and self.keys is not None
-            and self.keys.data_ptr() == self._buffers[0].data_ptr()
-            and self.values.data_ptr() == self._buffers[1].data_ptr()
-        )
+    def _show(self, which: int) -> torch.Tensor | None:
+        return self._set[which] if self._buffers is None else self._buffers[which][..., : self._length, :]
 
-    def _grow(self, held: torch.Tensor, like: torch.Tensor, past: int, end: int) -> torch.Tensor:
+    def _replace(self, which: int, tensor: torch.Tensor | None) -> None:
+        if self._buffers is not None:
+            self._set = [self._show(0), self._show(1)]
+            self._buffers = None
+        self._set[which] = tensor
+
+    def _grow(self, which: int, like: torch.Tensor, end: int) -> torch.Tensor:
+        past, held = self.get_seq_length(), self._show(which)
         buffer = like.new_empty((*like.shape[:-2], max(self._room, 2 * past, end), like.shape[-1]))
-        if past:
+        if past and held is not None:
             buffer[..., :past, :] = held
         return buffer
 

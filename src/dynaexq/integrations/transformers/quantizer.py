@@ -110,7 +110,8 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         bind_experts(model, self.layers, runtime)
         if config.kernel == "native":
             replace_norms(model)
-            runtime.fused_layers = speed_up_decoding(model, self.layers.shape.layers)
+            if speed_up_decoding(model, self.layers.shape.layers):
+                runtime.fused_layers = self.layers.shape.layers
 
     def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config

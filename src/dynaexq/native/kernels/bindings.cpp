@@ -18,6 +18,7 @@
 #include "decoder.hpp"
 #include "experts.hpp"
 #include "linear.hpp"
+#include "model.hpp"
 
 namespace nb = nanobind;
 
@@ -76,26 +77,46 @@ Norm make_norm(const std::tuple<Address, float>& norm) {
 using NormTuple = std::tuple<Address, float>;                       // weight (0: none), epsilon
 using ProjectionTuple = std::tuple<const PackedLinear*, Address>;  // matrix, bias (0: none)
 
+using EmbeddingTuple = std::tuple<Address, Address, int, int>;      // values, scale, group (0: bfloat16), rows
+
 Projection make_projection(const ProjectionTuple& projection) {
   return {std::get<0>(projection), at<const float>(std::get<1>(projection))};
 }
 
-void step_layer(const DecoderLayer& layer, Words words, Address hidden, Address cosine, Address sine,
-                std::ptrdiff_t position_stride, Address keys, Address values, std::ptrdiff_t sequence_stride,
-                std::ptrdiff_t head_stride, int past, Address ids, Address weights, Address out, int sequences,
-                int threads) {
-  const StepCall call{at<const float>(hidden),
-                      at<const float>(cosine),
-                      at<const float>(sine),
-                      position_stride,
-                      {at<float>(keys), at<float>(values), sequence_stride, head_stride, past},
-                      words.data(),
-                      at<std::int64_t>(ids),
-                      at<float>(weights),
-                      at<float>(out),
-                      sequences};
+// cosine and sine of all positions; positions, slots and pasts of `count` sequences (int32)
+using SequencesTuple = std::tuple<Address, Address, Address, Address, Address, int>;
+using CacheTuple = std::tuple<Address, Address, std::ptrdiff_t, std::ptrdiff_t>;  // keys, values, slot, head stride
+
+Sequences make_sequences(const SequencesTuple& sequences) {
+  const auto& [cosine, sine, positions, slots, pasts, count] = sequences;
+  return {at<const float>(cosine),       at<const float>(sine), at<const std::int32_t>(positions),
+          at<const std::int32_t>(slots), at<const std::int32_t>(pasts), count};
+}
+
+LayerStep make_step(const CacheTuple& cache, const Words& words, std::int64_t* ids, float* weights) {
+  const auto& [keys, values, slot_stride, head_stride] = cache;
+  return {{at<float>(keys), at<float>(values), slot_stride, head_stride}, words.data(), ids, weights};
+}
+
+void step_layer(const DecoderLayer& layer, const SequencesTuple& sequences, const CacheTuple& cache, Words words,
+                Address hidden, Address ids, Address weights, Address out, int threads) {
+  const LayerStep step = make_step(cache, words, at<std::int64_t>(ids), at<float>(weights));
+  const Sequences call = make_sequences(sequences);
   nb::gil_scoped_release unlocked;
-  layer.step(call, threads);
+  layer.step(call, step, at<const float>(hidden), at<float>(out), threads);
+}
+
+void step_model(const DecoderModel& model, const SequencesTuple& sequences, const std::vector<CacheTuple>& caches,
+                const std::vector<Words>& words, Address tokens, Address ids, Address weights, Address logits,
+                int threads) {
+  if (caches.size() != words.size()) throw std::invalid_argument("caches and words are not of one length");
+  const Sequences call = make_sequences(sequences);
+  const std::ptrdiff_t choices = static_cast<std::ptrdiff_t>(call.count) * model.top_k();
+  std::vector<LayerStep> steps;
+  for (std::size_t i = 0; i < caches.size(); ++i)
+    steps.push_back(make_step(caches[i], words[i], at<std::int64_t>(ids) + i * choices, at<float>(weights) + i * choices));
+  nb::gil_scoped_release unlocked;
+  model.step(call, at<const std::int64_t>(tokens), steps, at<float>(logits), threads);
 }
 
 PackedLinear make_linear(Address weights, std::size_t nbytes, int bits, int group, int rows, int columns, bool exact,
@@ -177,10 +198,20 @@ void bind_kernels(nb::module_& m) {
            nb::arg("heads"), nb::arg("kv_heads"), nb::arg("width"), nb::arg("scaling"), nb::arg("before_experts"),
            nb::arg("router"), nb::arg("expert_count"), nb::arg("top_k"), nb::arg("renormalize"), nb::arg("experts"),
            nb::arg("gate"))
-      .def("step", &step_layer, nb::arg("words"), nb::arg("hidden"), nb::arg("cosine"), nb::arg("sine"),
-           nb::arg("position_stride"), nb::arg("keys"), nb::arg("values"), nb::arg("sequence_stride"),
-           nb::arg("head_stride"), nb::arg("past"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"),
-           nb::arg("sequences"), nb::arg("threads"));
+      .def("step", &step_layer, nb::kw_only(), nb::arg("sequences"), nb::arg("cache"), nb::arg("words"),
+           nb::arg("hidden"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("threads"));
+
+  nb::class_<DecoderModel>(m, "DecoderModel")
+      .def("__init__",
+           [](DecoderModel* self, int hidden, const EmbeddingTuple& embedding, std::vector<const DecoderLayer*> layers,
+              NormTuple norm, const ProjectionTuple& head) {
+             const auto& [values, scale, group, rows] = embedding;
+             new (self) DecoderModel(hidden, {at<const void>(values), at<const std::uint16_t>(scale), group, rows},
+                                     std::move(layers), make_norm(norm), make_projection(head), **available_tiles());
+           },
+           nb::kw_only(), nb::arg("hidden"), nb::arg("embedding"), nb::arg("layers"), nb::arg("norm"), nb::arg("head"))
+      .def("step", &step_model, nb::kw_only(), nb::arg("sequences"), nb::arg("caches"), nb::arg("words"),
+           nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("threads"));
 }
 
 }  // namespace dynaexq

@@ -12,8 +12,6 @@ namespace {
 
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rows between gate and down, all pairs of a wave together
 constexpr int kRowFloats = 2 * kBlockTokens * kChunkRows;  // holds 64 tokens in groups of 128
-constexpr int kTokensAtOnce = 8;  // rounded by one work unit
-constexpr int kAlone = 4;         // so few tokens are rounded before the team starts
 
 constexpr unsigned kBlockShift = 12;
 constexpr std::uint64_t kBlockMask = (std::uint64_t{1} << 28) - 1;

@@ -9,7 +9,6 @@
 namespace dynaexq {
 namespace {
 
-constexpr int kTokensAtOnce = 8, kAlone = 4;
 constexpr int kMostUses = 4;  // layers in one parallel region
 constexpr int kNormFloats = 1 << 15;  // so few are done by the calling thread
 constexpr std::size_t kWaveBytes = 8 << 20;  // of rounded rows

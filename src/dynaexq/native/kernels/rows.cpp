@@ -70,6 +70,19 @@ void store_numbers(Number kind, const float* from, std::size_t count, void* out,
   }
 }
 
+float float_of_half(std::uint16_t half) {
+  const std::uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+  std::uint32_t bits = sign | 0x7f800000 | fraction << 13;  // inf, NaN
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -magnitude : magnitude;
+  }
+  if (exponent != 31) bits = sign | (exponent + 112) << 23 | fraction << 13;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
 std::uint8_t* Scratch::take(std::size_t bytes) {
   if (bytes > size_) {
     std::free(memory_);

@@ -10,6 +10,7 @@ namespace dynaexq {
 constexpr std::size_t kAlignment = 64;
 
 constexpr std::size_t align(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr std::size_t align_floats(std::size_t count) { return align(count * sizeof(float)) / sizeof(float); }
 
 // The precision in which activations meet weights of a format: 8-bit weights are too good for 8-bit activations.
 constexpr Precision precision_for(WeightFormat format, bool exact) {
@@ -42,6 +43,8 @@ class RowLayout {
 
 constexpr int kChunkRows = 64;        // output rows that one work unit computes for many tokens
 constexpr int kFewTokens = 8;         // up to so many, units read longer runs of weights
+constexpr int kTokensAtOnce = 8;  // rounded by one work unit
+constexpr int kAlone = 4;         // so few tokens are rounded before the team starts
 constexpr int kMostChunkRows = kChunkRows * kBlockTokens / kFewTokens;
 
 // Output rows of one work unit: a multiple of `unit`, at most kMostChunkRows for few tokens, else kChunkRows or `unit`.
@@ -52,6 +55,8 @@ enum class Number : std::uint8_t { Float32, BFloat16 };
 
 void load_numbers(Number kind, const void* from, std::size_t first, std::size_t count, float* out);
 void store_numbers(Number kind, const float* from, std::size_t count, void* out, std::size_t first);
+
+float float_of_half(std::uint16_t half);
 
 // Scratch memory of the calling thread, kept from call to call; grows to the largest call.
 class Scratch {

@@ -52,6 +52,22 @@ struct Gate {
   float limit;  // ClampedSwiGlu: (up + 1) * gate * sigmoid(alpha * gate), gate <= limit, -limit <= up <= limit
 };
 
+constexpr int kQueriesAtOnce = 4;
+
+// Attention of `queries` (1..kQueriesAtOnce) queries [width] over the same keys and values [tokens, width], to `out`
+// [queries, width]. `scores` is working memory, scores_stride apart for each query, and at least `tokens` rounded up to
+// 8. Width is a multiple of 16. Values that are not finite make the output of their query NaN.
+struct AttendCall {
+  const float* query;
+  int queries;
+  const float *keys, *values;
+  int width, tokens;
+  float scaling;
+  float* scores;
+  std::size_t scores_stride;
+  float* out;
+};
+
 // Kernels compiled for one instruction set.
 struct TileSet {
   const char* name;
@@ -67,10 +83,7 @@ struct TileSet {
   void (*apply_gate)(const Gate& gate, float* gated, const float* up, int count);
   // out[i] += weight * x[i]; count is a multiple of 8.
   void (*accumulate)(float* out, const float* x, float weight, int count);
-  // Attention of one query [width] over keys and values [tokens, width]; scores [tokens] is working memory. Width is
-  // a multiple of 8.
-  void (*attend)(const float* query, const float* keys, const float* values, int width, int tokens, float scaling,
-                 float* scores, float* out);
+  void (*attend)(const AttendCall& call);
   // out[i] = x[i] / sqrt(mean of x squared + epsilon) * weight[i]; count is a multiple of 8.
   void (*normalize)(const float* x, const float* weight, float epsilon, int count, float* out);
 };

@@ -328,27 +328,67 @@ void normalize(const float* x, const float* weight, float epsilon, int count, fl
     A::store(out + i, A::mul(A::load(weight + i), A::mul(A::load(x + i), factor)));
 }
 
+// scores[t] = e^(scores[t] - the largest); returns their sum.
 template <class A>
-inline float dot_floats(const float* a, const float* b, int count) {
-  typename A::F sums[2] = {A::zero(), A::zero()};
-  for (int i = 0; i < count; i += 8) sums[i / 8 % 2] = A::fma(A::load(a + i), A::load(b + i), sums[i / 8 % 2]);
-  return A::sum(A::addf(sums[0], sums[1]));
+float exponentiate(float* scores, int tokens) {
+  float largest = scores[0];
+  for (int t = 1; t < tokens; ++t) largest = scores[t] > largest ? scores[t] : largest;
+  for (int t = tokens; t % 8; ++t) scores[t] = largest;
+  typename A::F total = A::zero();
+  for (int t = 0; t < tokens; t += 8) {
+    const typename A::F x = A::sub(A::load(scores + t), A::broadcast(largest));
+    const typename A::F bounded = A::max(A::mul(x, A::broadcast(1.44269504f)), A::broadcast(-126.0f));
+    const typename A::F power = A::addf(power_of_two<A>(bounded), A::sub(x, x));  // NaN where x is not finite
+    A::store(scores + t, power);
+    total = A::addf(total, power);
+  }
+  const int padding = -tokens & 7;
+  return A::sum(total) - static_cast<float>(padding);
+}
+
+template <class A, int QUERIES>
+void attend_together(const AttendCall& call) {
+  constexpr int kWide = 2;  // vectors of the output at a time
+  const int width = call.width;
+  float shares[QUERIES];
+  for (int t = 0; t < call.tokens; ++t) {
+    const float* key = call.keys + static_cast<std::ptrdiff_t>(t) * width;
+    typename A::F sums[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) sums[q] = A::zero();
+    for (int i = 0; i < width; i += 8) {
+      const typename A::F part = A::load(key + i);
+      for (int q = 0; q < QUERIES; ++q) sums[q] = A::fma(A::load(call.query + q * width + i), part, sums[q]);
+    }
+    for (int q = 0; q < QUERIES; ++q) call.scores[q * call.scores_stride + t] = call.scaling * A::sum(sums[q]);
+  }
+  for (int q = 0; q < QUERIES; ++q)
+    shares[q] = 1.0f / exponentiate<A>(call.scores + q * call.scores_stride, call.tokens);
+  for (int i = 0; i < width; i += 8 * kWide) {
+    typename A::F sums[QUERIES][kWide];
+    for (int q = 0; q < QUERIES; ++q)
+      for (int v = 0; v < kWide; ++v) sums[q][v] = A::zero();
+    for (int t = 0; t < call.tokens; ++t) {
+      const float* value = call.values + static_cast<std::ptrdiff_t>(t) * width + i;
+      for (int q = 0; q < QUERIES; ++q) {
+        const typename A::F weight = A::broadcast(call.scores[q * call.scores_stride + t]);
+        for (int v = 0; v < kWide; ++v) sums[q][v] = A::fma(weight, A::load(value + 8 * v), sums[q][v]);
+      }
+    }
+    for (int q = 0; q < QUERIES; ++q)
+      for (int v = 0; v < kWide; ++v)
+        A::store(call.out + q * width + i + 8 * v, A::mul(sums[q][v], A::broadcast(shares[q])));
+  }
 }
 
 template <class A>
-void attend(const float* query, const float* keys, const float* values, int width, int tokens, float scaling,
-            float* scores, float* out) {
-  float largest = -__builtin_inff();
-  for (int t = 0; t < tokens; ++t) {
-    scores[t] = scaling * dot_floats<A>(query, keys + static_cast<std::ptrdiff_t>(t) * width, width);
-    largest = scores[t] > largest ? scores[t] : largest;
+void attend(const AttendCall& call) {
+  static_assert(kQueriesAtOnce == 4, "one case for each count");
+  switch (call.queries) {
+    case 1: return attend_together<A, 1>(call);
+    case 2: return attend_together<A, 2>(call);
+    case 3: return attend_together<A, 3>(call);
+    default: return attend_together<A, 4>(call);
   }
-  float total = 0.0f;
-  for (int t = 0; t < tokens; ++t) total += scores[t] = __builtin_expf(scores[t] - largest);
-  const float share = 1.0f / total;
-  for (int i = 0; i < width; i += 8) A::store(out + i, A::zero());
-  for (int t = 0; t < tokens; ++t)
-    accumulate<A>(out, values + static_cast<std::ptrdiff_t>(t) * width, scores[t] * share, width);
 }
 
 template <class A>

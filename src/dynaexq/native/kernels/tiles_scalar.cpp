@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "instruction_sets.hpp"
+#include "rows.hpp"
 #include "tiles_body.hpp"
 
 namespace dynaexq {
@@ -47,7 +48,11 @@ struct Scalar {
   static F scale_exponent(const F& x, const F& exponent) {
     return each<float>([&](int i) { return x.at[i] * from_bits((static_cast<std::int32_t>(exponent.at[i]) + 127) << 23); });
   }
-  static F load_half(const std::uint8_t* x) { return each<float>([=](int i) { return from_half(x + 2 * i); }); }
+  static F load_half(const std::uint8_t* x) { return each<float>([=](int i) {
+      std::uint16_t half;
+      std::memcpy(&half, x + 2 * i, 2);
+      return float_of_half(half);
+    }); }
   static F load_bf16(const std::uint8_t* x) {
     return each<float>([=](int i) {
       std::uint16_t half;
@@ -128,15 +133,6 @@ struct Scalar {
     float result;
     std::memcpy(&result, &bits, 4);
     return result;
-  }
-  static float from_half(const std::uint8_t* x) {
-    std::uint16_t half;
-    std::memcpy(&half, x, 2);
-    const std::int32_t sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-    if (exponent == 31) return from_bits(sign | 0x7f800000 | fraction << 13);
-    const float magnitude = exponent ? from_bits((exponent + 112) << 23 | fraction << 13)
-                                     : static_cast<float>(fraction) * 5.9604644775390625e-8f;
-    return sign ? -magnitude : magnitude;
   }
 };
 

@@ -12,6 +12,7 @@ after the other; the ratio is that of the medians over rounds.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -206,6 +207,7 @@ def measure(python: str, root: Path, quick: bool) -> list[dict[str, Any]]:
             )
             print(format_results(results[-1:]), file=sys.stderr)
             del ours
+            gc.collect()  # a model is full of cycles
     return results
 
 

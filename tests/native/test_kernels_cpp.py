@@ -72,7 +72,8 @@ def test_neon_under_emulation(tmp_path: Path) -> None:
     if compiler is None or emulator is None:
         pytest.skip(f"{ARM_COMPILER} and {ARM_EMULATOR} are not both on PATH")
     kernels = NATIVE / "kernels"
-    sources = [NATIVE / "team.cpp", *(kernels / f"{name}.cpp" for name in ("dispatch", "experts", "linear", "rows"))]
+    names = ("attention", "decoder", "dispatch", "experts", "linear", "model", "rows")
+    sources = [NATIVE / "team.cpp", *(kernels / f"{name}.cpp" for name in names)]
     sources += [kernels / "tiles_scalar.cpp", kernels / "tiles_neon.cpp", *TESTS.glob("*.cpp")]
 
     def build(source: Path) -> Path:

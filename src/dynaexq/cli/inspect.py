@@ -42,7 +42,7 @@ def inspect(
         first = result["damaged"][0]
         raise StoreError(
             f"{len(result['damaged'])} parts of {store} are damaged, the first is {first}; "
-            "run `dynaexq prepare` again with the same options to restore them"
+            "run `dynaexq prepare` (or `synth`) again with the same options to restore them"
         )
     if verify:
         stderr.print("every byte is as written")

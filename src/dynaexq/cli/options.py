@@ -13,6 +13,8 @@ import typer
 
 from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
+from dynaexq.formats import TIERS
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
 from dynaexq.launch_options import DEFAULT_DENSE, PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
@@ -79,10 +81,20 @@ DenseOption = Annotated[
         show_default=False,
     ),
 ]
+TiersOption = Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TIERS)}.")]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option(help=f"Inputs that share a scale: 32, 64 or 128. [default: {DEFAULT_GROUP_SIZE}]", show_default=False),
+]
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; - is stdout.", show_default=False),
 ]
+
+
+def split_tiers(tiers: str) -> tuple[str, ...]:
+    """The names in a list with commas; whoever uses them checks them."""
+    return tuple(tier.strip() for tier in tiers.split(",") if tier.strip())
 
 
 @dataclass(frozen=True)

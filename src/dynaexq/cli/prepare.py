@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from dynaexq.cli.options import JsonOption
+from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_tiers
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
-from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, TIERS
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
@@ -27,13 +27,8 @@ def prepare(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory of the store: new, empty, or to go on with.")
     ],
-    tiers: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TIERS)}.")] = "int2,int4,int8,bf16",
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Inputs that share a scale: 32, 64 or 128. [default: {DEFAULT_GROUP_SIZE}]", show_default=False
-        ),
-    ] = None,
+    tiers: TiersOption = "int2,int4,int8,bf16",
+    group_size: GroupSizeOption = None,
     quantizer: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(QUANTIZERS)}. [default: {DEFAULT_QUANTIZER}]", show_default=False),
@@ -52,7 +47,7 @@ def prepare(
     """
     check_json_target(json_target)
     quiet_transformers()
-    names = tuple(tier.strip() for tier in tiers.split(",") if tier.strip())
+    names = split_tiers(tiers)
     if names == ("bf16",) and (group_size is not None or quantizer is not None):
         raise OptionError("--group-size and --quantizer do nothing for bf16 alone; leave them out")
     options = PrepareOptions(names, group_size or DEFAULT_GROUP_SIZE, quantizer or DEFAULT_QUANTIZER)

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from dynaexq.cli.options import JsonOption
+from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_tiers
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError, StoreError
-from dynaexq.formats import TIERS
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.integrations.transformers.geometries import GEOMETRIES
 from dynaexq.integrations.transformers.loading import quiet_transformers
@@ -37,13 +36,8 @@ def synth(
     vocab: Annotated[
         int | None, typer.Option(min=1, help="Size of the vocabulary, likewise; 4096 or more.", show_default=False)
     ] = None,
-    tiers: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(TIERS)}.")] = "int4,int2",
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Inputs that share a scale: 32, 64 or 128. [default: {DEFAULT_GROUP_SIZE}]", show_default=False
-        ),
-    ] = None,
+    tiers: TiersOption = "int4,int2",
+    group_size: GroupSizeOption = None,
     routing: Annotated[
         str,
         typer.Option(
@@ -67,7 +61,7 @@ def synth(
       dynaexq synth gpt-oss-20b -o ./store --layers 4 --vocab 4096 --tiers bf16,int4 --routing zipf
     """
     check_json_target(json_target)
-    names = tuple(tier.strip() for tier in tiers.split(",") if tier.strip())
+    names = split_tiers(tiers)
     if names == ("bf16",) and group_size is not None:
         raise OptionError("--group-size does nothing for bf16 alone; leave it out")
     options = PrepareOptions(names, group_size or DEFAULT_GROUP_SIZE)

@@ -91,7 +91,9 @@ def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: 
         StoreError: missing, cut short, damaged, or made for something else.
     """
     if not path.exists():
-        raise StoreError(f"the store is incomplete: {path} is missing; run `dynaexq prepare` again to restore it")
+        raise StoreError(
+            f"the store is incomplete: {path} is missing; run `dynaexq prepare` (or `synth`) again to restore it"
+        )
     header, start, size = read_header(path, StoreError)
     metadata = header.get("__metadata__")
     metadata = metadata if isinstance(metadata, dict) else {}

@@ -45,11 +45,12 @@ class ExpertStore:
         manifest = Manifest.load(root)
         if not manifest.tiers or manifest.dense is None:
             raise StoreError(
-                f"{root} was not prepared to the end; run `dynaexq prepare` again, it goes on where it stopped"
+                f"{root} was not prepared to the end; run `dynaexq prepare` (or `synth`) again, "
+                "it goes on where it stopped"
             )
         dense = root / DENSE_NAME
         if not dense.is_file() or dense.stat().st_size != manifest.dense.nbytes:
-            raise StoreError(f"{dense} is missing or cut short; run `dynaexq prepare` again to restore it")
+            raise StoreError(f"{dense} is missing or cut short; run `dynaexq prepare` (or `synth`) again to restore it")
         return cls(root, manifest)
 
     @property
@@ -94,7 +95,7 @@ class ExpertStore:
         if done != file.extent_bytes or checksum != file.checksums[key.expert]:
             raise StoreError(
                 f"{file.path} is damaged: the bytes of expert {key.expert} (layer {key.layer}) do not match their "
-                "checksum; run `dynaexq prepare` again to restore it"
+                "checksum; run `dynaexq prepare` (or `synth`) again to restore it"
             )
 
     def verify_dense(self) -> None:

@@ -196,10 +196,68 @@ void check_sums(const TileSet& set) {
   }
 }
 
+// Attention of `queries` queries over random keys and values, written out in double precision.
+void check_attention(const TileSet& set, int queries, int width, int tokens) {
+  Random random(1000 * queries + 10 * width + tokens);
+  const std::size_t stride = (tokens + 7) / 8 * 8;
+  const std::vector<float> query = random.normals(queries * width, 2.0), keys = random.normals(tokens * width);
+  const std::vector<float> values = random.normals(tokens * width);
+  const Guarded q(query), k(keys), v(values), scores(queries * stride * sizeof(float));
+  const Guarded out(queries * width * sizeof(float));
+  const float scaling = 0.125f;
+  AttendCall call{q.as<float>(), queries, k.as<float>(), v.as<float>(), width, tokens, scaling, scores.as<float>(), stride,
+                  out.as<float>()};
+  set.attend(call);
+  for (int i = 0; i < queries; ++i) {
+    std::vector<double> weights(tokens), wanted(width);
+    double largest = -HUGE_VAL, total = 0;
+    for (int t = 0; t < tokens; ++t) {
+      for (int c = 0; c < width; ++c)
+        weights[t] += static_cast<double>(query[i * width + c]) * static_cast<double>(keys[t * width + c]);
+      weights[t] *= static_cast<double>(scaling);
+      largest = std::max(largest, weights[t]);
+    }
+    for (double& weight : weights) total += weight = std::exp(weight - largest);
+    for (int t = 0; t < tokens; ++t)
+      for (int c = 0; c < width; ++c) wanted[c] += weights[t] / total * static_cast<double>(values[t * width + c]);
+    const double error = distance(out.as<float>() + i * width, wanted.data(), width);
+    CHECK(error < 1e-5, "%s: query %d of %d, width %d, %d tokens: %g", set.name, i, queries, width, tokens, error);
+  }
+  std::vector<float> alone(width), working(stride);
+  for (int i = 0; i < queries; ++i) {
+    set.attend({query.data() + i * width, 1, keys.data(), values.data(), width, tokens, scaling, working.data(), stride,
+                alone.data()});
+    CHECK(same_bits(alone.data(), out.as<float>() + i * width, width), "%s: query %d of %d depends on the others",
+          set.name, i, queries);
+  }
+  q.as<float>()[(queries - 1) * width] = NAN;
+  set.attend(call);
+  for (int i = 0; i < queries * width; ++i)
+    CHECK(std::isnan(out.as<float>()[i]) == (i >= (queries - 1) * width), "%s: a poisoned query", set.name);
+  k.as<float>()[(tokens - 1) * width] = HUGE_VALF;
+  set.attend(call);
+  for (int i = 0; i < queries * width; ++i) CHECK(std::isnan(out.as<float>()[i]), "%s: a poisoned key", set.name);
+}
+
+void check_halves() {
+  struct {
+    std::uint16_t bits;
+    float value;
+  } const known[] = {{0x3c00, 1.0f},      {0xc000, -2.0f},         {0x7bff, 65504.0f},     {0x0400, 0x1p-14f},
+                     {0x0001, 0x1p-24f},  {0x83ff, -0x1.ff8p-15f}, {0x0000, 0.0f},         {0x8000, -0.0f},
+                     {0x7c00, HUGE_VALF}, {0xfc00, -HUGE_VALF},    {0x3555, 0x1.554p-2f}};
+  for (const auto& half : known) {
+    const float got = float_of_half(half.bits);
+    CHECK(same_bits(&got, &half.value, 1), "half %x became %g", half.bits, static_cast<double>(got));
+  }
+  CHECK(std::isnan(float_of_half(0x7e00)), "NaN");
+}
+
 }  // namespace
 
 // The packer and the decoder agree, and a matrix takes the bytes that the format says.
 void test_layout() {
+  check_halves();
   for (WeightFormat format : every_format()) {
     Random random(format.bits);
     const int columns = format.bits == 16 ? 75 : 3 * format.group;
@@ -228,6 +286,9 @@ void test_tiles(const TileSet& set) {
   check_gate(set, {GateKind::SwiGlu, 1.0f, 0.0f});
   check_gate(set, {GateKind::ClampedSwiGlu, 1.702f, 7.0f});
   check_sums(set);
+  for (int queries = 1; queries <= kQueriesAtOnce; ++queries)
+    for (int width : {16, 48, 128})
+      for (int tokens : {1, 7, 8, 9, 40}) check_attention(set, queries, width, tokens);
   CHECK(!set.multiply({4, 48}, Precision::Float) && !set.multiply({3, 64}, Precision::Int8) &&
             !set.multiply({8, 64}, Precision::Int8) && !set.multiply({4, 64}, Precision::Int16) &&
             !set.multiply({16, 0}, Precision::Int8),

@@ -10,45 +10,33 @@
 namespace dynaexq {
 namespace {
 
-// _mm256_dpbusd_epi32: four products of unsigned and signed bytes, added to each int32, nothing saturated.
-__m256i emulate_dpbusd(__m256i sums, __m256i a, __m256i b) {
-  std::int32_t total[8];
-  std::uint8_t left[32];
-  std::int8_t right[32];
-  std::memcpy(total, &sums, 32);
-  std::memcpy(left, &a, 32);
-  std::memcpy(right, &b, 32);
-  for (int i = 0; i < 32; ++i) total[i / 4] += left[i] * right[i];
-  std::memcpy(&sums, total, 32);
-  return sums;
-}
-
-// _mm256_dpwssd_epi32: two products of signed 16-bit numbers, added to each int32, nothing saturated.
-__m256i emulate_dpwssd(__m256i sums, __m256i a, __m256i b) {
-  std::int32_t total[8];
-  std::int16_t left[16], right[16];
-  std::memcpy(total, &sums, 32);
-  std::memcpy(left, &a, 32);
-  std::memcpy(right, &b, 32);
-  for (int i = 0; i < 16; ++i) total[i / 2] += left[i] * right[i];
-  std::memcpy(&sums, total, 32);
-  return sums;
-}
-
-// As in tiles_avx512.cpp; tiles_avxvnni.cpp has the first of the two products, and the second from AVX2.
-struct EmulatedVnni : Avx2 {
-  static constexpr bool kNarrowPartials = false;
-  static P dot(P sums, B codes, B values) { return emulate_dpbusd(sums, codes, values); }
-  static I widen(P sums) { return sums; }
-  static W dot_wide(W sums, W codes, const std::int16_t* values) {
-    long long four;
-    std::memcpy(&four, values, 8);
-    const __m256i x = _mm256_set1_epi64x(four);
-    return {emulate_dpwssd(sums.low, codes.low, x), emulate_dpwssd(sums.high, codes.high, x)};
+struct Emulated {
+  // _mm256_dpbusd_epi32: four products of unsigned and signed bytes, added to each int32, nothing saturated.
+  static __m256i bytes(__m256i sums, __m256i a, __m256i b) {
+    std::int32_t total[8];
+    std::uint8_t left[32];
+    std::int8_t right[32];
+    std::memcpy(total, &sums, 32);
+    std::memcpy(left, &a, 32);
+    std::memcpy(right, &b, 32);
+    for (int i = 0; i < 32; ++i) total[i / 4] += left[i] * right[i];
+    std::memcpy(&sums, total, 32);
+    return sums;
+  }
+  // _mm256_dpwssd_epi32: two products of signed 16-bit numbers, added to each int32, nothing saturated.
+  static __m256i words(__m256i sums, __m256i a, __m256i b) {
+    std::int32_t total[8];
+    std::int16_t left[16], right[16];
+    std::memcpy(total, &sums, 32);
+    std::memcpy(left, &a, 32);
+    std::memcpy(right, &b, 32);
+    for (int i = 0; i < 16; ++i) total[i / 2] += left[i] * right[i];
+    std::memcpy(&sums, total, 32);
+    return sums;
   }
 };
 
-const TileSet kEmulatedVnni = make_tiles<EmulatedVnni>("vnni, emulated");
+const TileSet kEmulatedVnni = make_tiles<Vnni<Emulated>>("vnni, emulated");
 
 }  // namespace
 

@@ -77,6 +77,7 @@ class FastModel:
         if (
             ids is None
             or ids.shape[1] != 1
+            or ids.shape[0] == 0
             or arguments
             or cache is None
             or any(value is not None and value is not False for name, value in named.items() if name not in self._known)

@@ -22,25 +22,10 @@ void rotate(float* x, const float* cosine, const float* sine, int width) {
 
 }  // namespace
 
-// The arrays of one call, in its working memory.
+// Where the arrays of one call lie in its working memory.
 struct Attention::Memory {
+  float *queries, *mixed, *keys, *values, *scores;
   std::size_t scores_width;  // of one query
-  float *queries, *keys, *values, *mixed, *scores;
-  std::size_t floats;
-
-  Memory(const AttentionParts& parts, const Sequences& sequences, float* memory) {
-    int longest = 0;
-    for (int i = 0; i < sequences.count; ++i) longest = std::max(longest, sequences.pasts[i] + 1);
-    scores_width = align_floats(longest);
-    const std::size_t heads = align_floats(static_cast<std::size_t>(sequences.count) * parts.heads * parts.width);
-    const std::size_t kv_heads = align_floats(static_cast<std::size_t>(sequences.count) * parts.kv_heads * parts.width);
-    queries = memory;
-    mixed = queries + heads;
-    keys = mixed + heads;
-    values = keys + kv_heads;
-    scores = values + kv_heads;
-    floats = 2 * (heads + kv_heads) + sequences.count * parts.heads * scores_width;
-  }
 };
 
 Attention::Attention(const AttentionParts& parts, const TileSet& tiles)
@@ -52,12 +37,22 @@ Attention::Attention(const AttentionParts& parts, const TileSet& tiles)
     throw std::invalid_argument("attention of unsupported geometry");
 }
 
-std::size_t Attention::memory(const Sequences& sequences) const { return Memory(parts_, sequences, nullptr).floats; }
+std::size_t Attention::memory(const Sequences& sequences) const {
+  return sequences.count * (2 * (parts_.heads + parts_.kv_heads) * static_cast<std::size_t>(parts_.width) +
+                            parts_.heads * scores_width(sequences));
+}
+
+std::size_t Attention::scores_width(const Sequences& sequences) const {
+  return align_floats(*std::max_element(sequences.pasts, sequences.pasts + sequences.count) + 1);
+}
 
 void Attention::forward(const Sequences& sequences, const CacheView& cache, const float* normed, float* working,
                         float* out, int threads) const {
-  const Memory memory(parts_, sequences, working);
   const int count = sequences.count;
+  const std::size_t heads = static_cast<std::size_t>(count) * parts_.heads * parts_.width;
+  const std::size_t kv_heads = static_cast<std::size_t>(count) * parts_.kv_heads * parts_.width;
+  Memory memory{working, working + heads, working + 2 * heads, working + 2 * heads + kv_heads,
+                working + 2 * (heads + kv_heads), scores_width(sequences)};
   const PackedLinear::Use projections[] = {{parts_.query.matrix, parts_.query.bias, memory.queries},
                                            {parts_.key.matrix, parts_.key.bias, memory.keys},
                                            {parts_.value.matrix, parts_.value.bias, memory.values}};

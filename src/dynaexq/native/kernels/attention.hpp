@@ -54,6 +54,7 @@ class Attention {
 
  private:
   struct Memory;
+  std::size_t scores_width(const Sequences& sequences) const;
   void add_token(const Sequences& sequences, const CacheView& cache, const Memory& memory, int unit) const;
   void attend(const Sequences& sequences, const CacheView& cache, const Memory& memory, int unit) const;
   void normalize(const Norm& norm, float* x, int rows, int width) const;

@@ -1,4 +1,4 @@
-// Vector operations of AVX2, FMA and F16C. The sets with VNNI differ in the dot product alone.
+// Vector operations of AVX2, FMA and F16C; the sets with VNNI differ in the dot products alone.
 #pragma once
 #include <immintrin.h>
 
@@ -133,6 +133,21 @@ struct Avx2 {
     half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
     half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1));
     return _mm_cvtsi128_si32(half);
+  }
+};
+
+// AVX2 with 32-bit sums at once by the dot products of a VNNI extension: D::bytes adds four products of unsigned and
+// signed bytes to each int32, D::words two of signed 16-bit numbers.
+template <class D>
+struct Vnni : Avx2 {
+  static constexpr bool kNarrowPartials = false;
+  static P dot(P sums, B codes, B values) { return D::bytes(sums, codes, values); }
+  static I widen(P sums) { return sums; }
+  static W dot_wide(W sums, W codes, const std::int16_t* values) {
+    long long four;
+    std::memcpy(&four, values, 8);
+    const __m256i x = _mm256_set1_epi64x(four);
+    return {D::words(sums.low, codes.low, x), D::words(sums.high, codes.high, x)};
   }
 };
 

@@ -5,15 +5,14 @@
 namespace dynaexq {
 namespace {
 
-// AVX2 with the 4-way dot product that processors without AVX-512 have.
-struct AvxVnni : Avx2 {
-  static constexpr bool kNarrowPartials = false;
-  static P dot(P sums, B codes, B values) { return _mm256_dpbusd_avx_epi32(sums, codes, values); }
-  static I widen(P sums) { return sums; }
+// The extension of processors without AVX-512.
+struct AvxVnni {
+  static __m256i bytes(__m256i sums, __m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(sums, a, b); }
+  static __m256i words(__m256i sums, __m256i a, __m256i b) { return _mm256_dpwssd_avx_epi32(sums, a, b); }
 };
 
 }  // namespace
 
-extern const TileSet kAvxVnniTiles = make_tiles<AvxVnni>("avx-vnni");
+extern const TileSet kAvxVnniTiles = make_tiles<Vnni<AvxVnni>>("avx-vnni");
 
 }  // namespace dynaexq

@@ -110,7 +110,9 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         bind_experts(model, self.layers, runtime)
         if config.kernel == "native":
             replace_norms(model)
-            if speed_up_decoding(model, self.layers.shape.layers):
+            fast = speed_up_decoding(model, self.layers.shape.layers)
+            if fast is not None:
+                model.dynaexq_decoder = fast.decoder
                 runtime.fused_layers = self.layers.shape.layers
 
     def _serve(self, budget: BudgetTracker) -> ExpertRuntime:

@@ -1,0 +1,86 @@
+"""The next token of a sequence from its logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from dynaexq.engine.requests import Alternative, Constraint, Sampling, TokenEvent
+
+
+class Warper(Protocol):
+    """Logits processors of one sequence: token ids [1, length] and logits [1, vocabulary] -> logits."""
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor: ...
+
+
+WarperFactory = Callable[[Sampling], Warper | None]
+"""Makes what temperature, top_k, top_p, min_p and repetition call for; None where nothing does."""
+
+
+class Sampler:
+    """Chooses the tokens of one sequence. The same seed, prompt and logits give the same tokens."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        make_warper: WarperFactory,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._sampling = sampling
+        self._constraint = constraint
+        self._warper = make_warper(sampling)
+        self._ids = list(prompt)
+        self._counts: Counter[int] = Counter()
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is all there is to it, so that many sequences can be answered at once."""
+        return self._sampling.greedy and self._constraint is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar allows nothing more."""
+        return self._constraint is not None and self._constraint.complete
+
+    def choose(self, logits: torch.Tensor) -> TokenEvent:
+        """The next token, from logits float32 [vocabulary]."""
+        sampling = self._sampling
+        scores = logits.clone()
+        for token, value in sampling.bias.items():
+            scores[token] += value
+        for token, count in self._counts.items() if sampling.presence or sampling.frequency else ():
+            scores[token] -= sampling.presence + sampling.frequency * count
+        if self._constraint is not None:
+            scores = self._constraint.mask(scores)
+        if self._warper is not None:
+            scores = self._warper(torch.tensor([self._ids]), scores.unsqueeze(0))[0]
+        if sampling.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(torch.softmax(scores, -1), 1, generator=self._generator))
+        self._ids.append(token)
+        self._counts[token] += 1
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if sampling.logprobs is None:
+            return TokenEvent(token)
+        return _with_logprobs(token, logits, sampling.logprobs)
+
+
+def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:
+    logprobs = torch.log_softmax(logits, -1)
+    best = torch.topk(logprobs, count)
+    alternatives = tuple(
+        Alternative(other, value) for other, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    )
+    return TokenEvent(token, float(logprobs[token]), alternatives)

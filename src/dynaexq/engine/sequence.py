@@ -1,0 +1,44 @@
+"""A sequence in a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynaexq.engine.requests import Finish, FinishEvent, Request
+from dynaexq.engine.sampler import Sampler
+from dynaexq.engine.slots import Slot
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`done` tokens of the prompt are computed, `reused` of them taken over; `next` is the token to append next, None
+    while the prompt is not done. Times are the engine's clock."""
+
+    request: Request
+    slot: Slot
+    sampler: Sampler
+    submitted: float
+    started: float
+    done: int
+    reused: int
+    generated: int = 0
+    first: float | None = None
+    next: int | None = None
+
+    def finish(self, reason: Finish, now: float, error: str | None = None) -> FinishEvent:
+        """What its end is reported as."""
+        return FinishEvent(
+            reason=reason,
+            prompt_tokens=len(self.request.prompt),
+            generated_tokens=self.generated,
+            reused_tokens=self.reused,
+            queue_seconds=self.started - self.submitted,
+            ttft_seconds=None if self.first is None else self.first - self.submitted,
+            seconds=now - self.submitted,
+            error=error,
+        )
+
+
+def finish_waiting(request: Request, reason: Finish, waited: float) -> FinishEvent:
+    """The end of a request that never got a slot."""
+    return FinishEvent(reason, len(request.prompt), 0, 0, waited, None, waited)

@@ -1,0 +1,56 @@
+"""Prompts as tokens: chat templates, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynaexq.core import CheckpointError, OptionError
+
+Message = dict[str, Any]
+
+
+class PromptEncoder:
+    """A model's tokenizer, seen by the engine."""
+
+    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
+        """`generation_config` may name more end tokens than the tokenizer does."""
+        self.tokenizer = tokenizer
+        ends = getattr(generation_config, "eos_token_id", None)
+        listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stop_tokens = frozenset(int(token) for token in (*listed, *own))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model is one to chat with."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text to continue. Raises OptionError for one without tokens."""
+        tokens = tuple(self.tokenizer(text)["input_ids"])
+        if not tokens:
+            raise OptionError("the prompt is empty")
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Message], tools: Any = None, **variables: Any) -> tuple[int, ...]:
+        """Tokens of a conversation, up to where the answer begins.
+
+        Raises:
+            OptionError: the model has no chat template.
+            CheckpointError: the template fails.
+        """
+        if not self.has_template:
+            raise OptionError("the model has no chat template; give a plain prompt")
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, add_generation_prompt=True, return_dict=True, **variables
+            )
+        except Exception as error:  # templates are programs that come with the model
+            raise CheckpointError(f"the model's chat template fails: {error}") from error
+        return tuple(encoded["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens, special ones left out."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

@@ -1,0 +1,168 @@
+"""A model to talk to from Python: what the command line and the server build on."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynaexq.core import DynaExqError, OptionError
+from dynaexq.engine import Engine, EngineOptions, Event, Finish, FinishEvent, Observer, Request, Sampling
+from dynaexq.engine.text import AnswerText
+from dynaexq.integrations.transformers.prompts import Message, PromptEncoder
+from dynaexq.integrations.transformers.sampling import make_warper
+from dynaexq.integrations.transformers.slot_model import SlottedModel
+from dynaexq.launch import Launch, Opened
+from dynaexq.launch_options import DTYPES, LaunchOptions
+from dynaexq.plan.memory import Workload
+from dynaexq.plan.sizes import parse_size
+from dynaexq.store.writer import Progress
+
+DEFAULT_CONTEXT = 4096
+SIZES = ("memory", "expert_memory")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. `stopped` is the stop string that ended it, if one did."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: FinishEvent
+    stopped: str | None = None
+
+
+class GenerationError(DynaExqError):
+    """A request failed while it ran."""
+
+
+class LLM:
+    """A model loaded within a memory limit, with `slots` sequences at a time of up to `context` tokens.
+
+    with LLM("./Qwen3-30B-A3B", memory="12G") as llm:
+        print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+    """
+
+    def __init__(
+        self,
+        model: str | Opened,
+        *,
+        slots: int = 4,
+        context: int | None = None,
+        engine: EngineOptions | None = None,
+        observer: Observer | None = None,
+        progress: Progress | None = None,
+        options: LaunchOptions | None = None,
+        **launch: Any,
+    ) -> None:
+        """Plan, prepare what the plan calls for, load, and start the engine.
+
+        `launch` are options of `LaunchOptions` by name, such as `mode`, `tier`, and `memory` in bytes or as "12G".
+
+        Raises:
+            OptionError, MemoryLimitError, StoreError, CheckpointError, UnsupportedModelError: as the parts do.
+        """
+        assert options is None or not launch
+        sizes = {name: parse_size(launch[name], name) for name in SIZES if isinstance(launch.get(name), str)}
+        options = options or LaunchOptions(**{**launch, **sizes})
+        limits = engine or EngineOptions()
+        limits.check()
+        opened = Opened(model) if isinstance(model, str) else model
+        most = opened.skeleton.profile.max_context
+        if slots < 1 or (context is not None and not 1 < context <= most):
+            raise OptionError(f"slots is {slots} and context {context}; at least 1, and 2 to {most}")
+        room = min(context or DEFAULT_CONTEXT, most)
+        tokens = min(max(limits.chunk, limits.step_tokens), room) + slots
+        work = Workload(tokens, room, slots, slots + 1, DTYPES[options.dtype].itemsize, kv_cache=True)
+        self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
+        self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
+        self.engine = Engine(SlottedModel(self.launch.model, slots, room), make_warper, limits, observer)
+        self.engine.start()
+
+    def generate(self, prompt: str, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Any) -> Answer:
+        """Continue a text."""
+        return self.submit(self.encoder.encode(prompt), max_tokens, stop, Sampling(**sampling)).wait()
+
+    def chat(
+        self, messages: Sequence[Message], max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Any
+    ) -> Answer:
+        """Answer a conversation: messages with `role` and `content`."""
+        return self.submit(self.encoder.encode_chat(messages), max_tokens, stop, Sampling(**sampling)).wait()
+
+    def stream(
+        self, messages: Sequence[Message], max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Any
+    ) -> Iterator[str]:
+        """Pieces of an answer to a conversation as they come; closing the iterator cancels the rest."""
+        yield from self.submit(self.encoder.encode_chat(messages), max_tokens, stop, Sampling(**sampling))
+
+    def submit(
+        self, prompt: tuple[int, ...], max_tokens: int, stop: Sequence[str] = (), sampling: Sampling | None = None
+    ) -> Stream:
+        """Ask for an answer to a prompt of tokens. Raises what `Engine.submit` raises."""
+        return Stream(self.engine, self.encoder, prompt, max_tokens, stop, sampling or Sampling())
+
+    def close(self) -> None:
+        """Cancel what runs and come to rest."""
+        self.engine.close()
+        self.launch.runtime.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stream:
+    """An answer on its way: iterate over its pieces of text, then look at `answer`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: PromptEncoder,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        stop: Sequence[str],
+        sampling: Sampling,
+    ) -> None:
+        self._engine = engine
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._text = AnswerText(encoder.decode, prompt, stop)
+        self._request = Request(prompt, max_tokens, self._events.put, sampling, encoder.stop_tokens)
+        self.answer: Answer | None = None
+        engine.submit(self._request)
+
+    def __iter__(self) -> Iterator[str]:
+        pieces: list[str] = []
+        tokens: list[int] = []
+        finish: FinishEvent | None = None
+        try:
+            while finish is None:
+                event = self._events.get()
+                if isinstance(event, FinishEvent):
+                    finish = event
+                    piece = self._text.finish()
+                elif self._text.stopped is not None:
+                    continue  # computed before the engine heard of the stop
+                else:
+                    tokens.append(event.token)
+                    piece = self._text.add(event.token)
+                    if self._text.stopped is not None:
+                        self._engine.cancel(self._request)
+                if piece:
+                    pieces.append(piece)
+                    yield piece
+        finally:
+            if finish is None:
+                self._engine.cancel(self._request)
+        if finish.reason is Finish.FAILED:
+            raise GenerationError(finish.error or "the request failed")
+        self.answer = Answer("".join(pieces), tuple(tokens), finish, self._text.stopped)
+
+    def wait(self) -> Answer:
+        """The whole answer. Raises GenerationError if it failed."""
+        for _ in self:
+            pass
+        assert self.answer is not None
+        return self.answer

@@ -42,7 +42,7 @@ kernels: setup
 
 # Ten minutes under one memory limit while the workload shifts.
 soak: setup
-	DYNAEXQ_SOAK_SECONDS=600 $(BIN)/python -m pytest -s tests/test_soak.py
+	DYNAEXQ_SOAK_SECONDS=600 $(BIN)/python -m pytest -s tests/test_soak.py tests/server/test_load.py
 
 # The plug-in on every Transformers it claims to work with (needs the package index).
 matrix: setup

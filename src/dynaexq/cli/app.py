@@ -8,11 +8,13 @@ import typer
 
 from dynaexq import __version__
 from dynaexq.cli.calibrate import calibrate
+from dynaexq.cli.chat import chat
 from dynaexq.cli.evaluate import evaluate
 from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
 from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
+from dynaexq.cli.serve import serve
 from dynaexq.cli.synth import synth
 from dynaexq.kernels.threads import limit_torch_threads
 from dynaexq.native import limit_malloc
@@ -28,6 +30,8 @@ app = typer.Typer(
 app.command()(prepare)
 app.command()(inspect)
 app.command()(generate)
+app.command()(chat)
+app.command()(serve)
 app.command()(evaluate)
 app.command()(calibrate)
 app.command()(probe)

@@ -11,11 +11,12 @@ import typer
 from dynaexq.cli.options import JsonOption, Request, takes_request
 from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
-from dynaexq.integrations.transformers.generation import Generation, Sampling, encode_prompt, generate_text
+from dynaexq.engine import Sampling
 from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.integrations.transformers.prompts import PromptEncoder
 from dynaexq.launch import EMBEDDED_MODEL, Launch, Opened
-from dynaexq.launch_options import DTYPES
-from dynaexq.plan.memory import Workload, format_bytes
+from dynaexq.llm import LLM, Answer
+from dynaexq.plan.memory import format_bytes
 
 DEMO_PROMPT = "There are 7 boxes with 4 coins in each box. How many coins are there in total?"
 MAX_PROMPT_BYTES = 16 << 20
@@ -36,6 +37,9 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(min=0, max=(1 << 63) - 1, help="Of the sampling; needs a temperature.", show_default=False),
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the answer before this text; repeatable.", show_default=False)
     ] = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -60,25 +64,51 @@ def generate(
         raise OptionError("the prompt is empty")
     quiet_transformers()
     opened = Opened(model)
-    chat = not raw and bool(getattr(opened.tokenizer, "chat_template", None))
-    ids = encode_prompt(opened.tokenizer, text, chat, opened.skeleton.profile.max_context, max_new_tokens)
-    tokens = ids.shape[1]
-    work = Workload(tokens, tokens + max_new_tokens, 1, 1, DTYPES[options.dtype].itemsize, kv_cache=True)
-    plan = opened.plan(options, work)
-    with progress_bar() as progress:
-        launch = opened.launch(options, plan, progress)
+    encoder = PromptEncoder(opened.tokenizer)
+    chat = not raw and encoder.has_template
+    tokens = encoder.encode_chat([{"role": "user", "content": text}]) if chat else encoder.encode(text)
+    room, most = len(tokens) + max_new_tokens, opened.skeleton.profile.max_context
+    if room > most:
+        raise OptionError(
+            f"the prompt has {len(tokens)} tokens; with --max-new-tokens {max_new_tokens} that passes the model's "
+            f"context of {most} tokens"
+        )
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     quiet = json_target == "-"
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    emit = (lambda piece: None) if quiet else _print_piece
-    result = generate_text(launch.model, opened.tokenizer, ids, sampling, emit)
-    launch.runtime.close()
-    launch.check_memory()
+    with progress_bar() as progress:
+        llm = LLM(opened, options=options, slots=1, context=room, progress=progress)
+    with llm:
+        stream = llm.submit(tokens, max_new_tokens, stop or (), sampling)
+        for piece in stream:
+            if not quiet:
+                _print_piece(piece)
+    assert stream.answer is not None
+    llm.launch.check_memory()
     if not quiet:
         _print_piece("\n")
-    _print_summary(launch, result)
+    _print_summary(llm.launch, stream.answer)
     if json_target:
-        numbers = {key: value for key, value in vars(result).items() if key != "text"}
-        write_json(json_target, {"text": result.text, **numbers, "prompt_tokens": tokens, **launch.report()})
+        write_json(json_target, {**_describe(stream.answer), **llm.launch.report()})
+
+
+def _describe(answer: Answer) -> dict[str, Any]:
+    finish = answer.finish
+    return {
+        "text": answer.text,
+        "tokens": len(answer.tokens),
+        "finish_reason": "stop" if answer.stopped is not None else finish.reason.value,
+        "ttft_seconds": finish.ttft_seconds,
+        "tokens_per_second": _decode_speed(answer),
+        "prompt_tokens": finish.prompt_tokens,
+    }
+
+
+def _decode_speed(answer: Answer) -> float:
+    """Tokens per second after the first; of an answer of one, that of the first."""
+    finish = answer.finish
+    first = finish.ttft_seconds or finish.seconds
+    after = finish.seconds - first
+    return (finish.generated_tokens - 1) / after if finish.generated_tokens > 1 else finish.generated_tokens / first
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None, demo: bool) -> str:
@@ -113,7 +143,7 @@ def _kernel(report: dict[str, Any]) -> str:
     return f"kernel {report['kernel']} ({how}){dense}"
 
 
-def _print_summary(launch: Launch, result: Generation) -> None:
+def _print_summary(launch: Launch, answer: Answer) -> None:
     report, plan, shape = launch.report(), launch.plan, launch.runtime.experts.shape
     at = plan.tier if plan.high is None else f"{plan.tier}, {report['experts_high']} of them at {plan.high}"
     stderr.print(
@@ -125,8 +155,8 @@ def _print_summary(launch: Launch, result: Generation) -> None:
         f"of {format_bytes(report['budget_bytes'])}, process peak {format_bytes(report['rss_peak_bytes'])}"
     )
     stderr.print(
-        f"speed: {result.tokens} tokens, first after {result.ttft_seconds:.2f} s, then {result.tokens_per_second:.1f} "
-        f"tokens/s; waited {report['waits']} times for weights"
+        f"speed: {len(answer.tokens)} tokens, first after {answer.finish.ttft_seconds or 0:.2f} s, then "
+        f"{_decode_speed(answer):.1f} tokens/s; waited {report['waits']} times for weights"
     )
     if plan.high is not None:
         print_moves(report)

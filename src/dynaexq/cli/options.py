@@ -86,6 +86,14 @@ GroupSizeOption = Annotated[
     int | None,
     typer.Option(help=f"Inputs that share a scale: 32, 64 or 128. [default: {DEFAULT_GROUP_SIZE}]", show_default=False),
 ]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of a sequence at most, prompt and answer. [default: the model's, up to 4096]",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; - is stdout.", show_default=False),

@@ -67,7 +67,7 @@ class Engine:
         """
         self._check(request)
         with self._changed:
-            if self._draining or self._closed:
+            if not self.taking:
                 raise EngineClosedError("the engine is shutting down")
             if len(self._queue) >= self.options.queue:
                 raise QueueFullError(f"{len(self._queue)} requests are waiting, which is the limit")
@@ -92,6 +92,11 @@ class Engine:
                 slots_free=self._table.free,
                 finished=dict(self._counts.finished),
             )
+
+    @property
+    def taking(self) -> bool:
+        """Whether requests are taken."""
+        return not (self._draining or self._closed)
 
     def start(self) -> None:
         """Serve on a thread of the engine's own from now on."""

@@ -32,6 +32,13 @@ class HandleWords:
         self._buffers[slot] = words
         return Window(slot), words
 
+    def formats(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The format of every version in force [size]."""
+        window, words = self.pin()
+        formats = words >> np.uint64(56)
+        self.release(window)
+        return formats
+
     def release(self, window: Window) -> None:
         """End a window; its words must not be used afterwards."""
         self._table.release(window.slot)

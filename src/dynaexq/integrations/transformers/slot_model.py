@@ -100,8 +100,9 @@ class _Masks:
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._window: int | None = getattr(config, "sliding_window", None)
         kinds = set(getattr(config, "layer_types", None) or ())
+        # some families have the number and use it nowhere
+        self._window: int | None = None if kinds == {"full_attention"} else getattr(config, "sliding_window", None)
         self._by_kind = len(kinds) > 1
 
     def make(self, positions: torch.Tensor, longest: int) -> Any:

@@ -1,0 +1,148 @@
+"""`dynaexq serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import time
+from typing import Annotated
+
+import typer
+import uvicorn
+
+from dynaexq.cli.options import ContextOption, Request, takes_request
+from dynaexq.cli.output import progress_bar, reports_errors, stderr
+from dynaexq.core import OptionError
+from dynaexq.engine import EngineOptions
+from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.launch import EMBEDDED_MODEL, Opened
+from dynaexq.llm import LLM
+from dynaexq.plan.memory import format_bytes
+from dynaexq.server.app import create_app
+from dynaexq.server.limits import Limits
+from dynaexq.server.metrics import Metrics
+from dynaexq.server.service import Service
+
+API_KEY_VARIABLE = "DYNAEXQ_API_KEY"
+DEFAULTS = EngineOptions()
+
+
+@reports_errors
+@takes_request(drive="thread")
+def serve(
+    request: Request,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar=API_KEY_VARIABLE, help="Key that clients must give.", show_default=False, show_envvar=True),
+    ] = None,
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="Listen beyond this machine without a key, knowingly.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests. [default: its directory's]", show_default=False)
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences that run at a time.")] = 4,
+    context: ContextOption = None,
+    step_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one step: what a long prompt may hold up the others.")
+    ] = DEFAULTS.step_tokens,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = DEFAULTS.queue,
+    reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse beginnings of prompts.")] = DEFAULTS.reuse,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body at most.")] = Limits.body_bytes,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Origin of web pages that may ask; repeatable.", show_default=False)
+    ] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that running answers get at shutdown.")] = 30.0,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models, /metrics.
+
+    Examples:
+
+      dynaexq serve --demo
+
+      dynaexq serve ./store --memory 12G --slots 8 --context 8192
+
+      DYNAEXQ_API_KEY=secret dynaexq serve ./store --host 0.0.0.0
+    """
+    check_exposure(host, api_key, no_api_key)
+    listener = listen(host, port)
+    quiet_transformers()
+    chunk = min(step_tokens, DEFAULTS.chunk)
+    limits = EngineOptions(step_tokens=step_tokens, chunk=chunk, queue=queue, reuse=reuse)
+    opened, metrics = Opened(request.model), Metrics()
+    with progress_bar() as progress:
+        llm = LLM(
+            opened,
+            slots=slots,
+            context=context,
+            engine=limits,
+            observer=metrics,
+            options=request.options,
+            progress=progress,
+        )
+    with llm:
+        metrics.watch(llm.engine, llm.launch.runtime)
+        own = "demo" if request.model == str(EMBEDDED_MODEL) else opened.root.resolve().name
+        service = Service(name or own, llm.engine, llm.encoder, int(time.time()))
+        app = create_app(service, metrics, Limits(api_key, max_body), cors or ())
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=round(drain) or 1)
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        stderr.print(
+            f"{service.name}: {llm.launch.plan.mode}, experts {format_bytes(llm.launch.plan.expert_bytes)}, {slots} "
+            f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1"
+        )
+        asyncio.run(Server(config, llm).serve([listener]))
+    llm.launch.check_memory()
+
+
+class Server(uvicorn.Server):
+    """Lets running answers end before it goes; a second signal does not wait for them."""
+
+    def __init__(self, config: uvicorn.Config, llm: LLM) -> None:
+        super().__init__(config)
+        self._llm = llm
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, wait for answers, close."""
+        self._llm.engine.drain()
+        await super().shutdown(sockets)
+
+
+def check_exposure(host: str, api_key: str | None, without: bool) -> None:
+    """Raise OptionError for an address that others can reach without a key, unless that is wanted."""
+    if api_key is not None and not api_key.strip():
+        raise OptionError(f"the API key is empty; leave out --api-key and {API_KEY_VARIABLE}, or give one")
+    if api_key is not None and without:
+        raise OptionError("--no-api-key and an API key are given; leave one out")
+    if is_local(host):
+        if without:
+            raise OptionError(f"--no-api-key does nothing on {host}; leave it out")
+    elif api_key is None and not without:
+        raise OptionError(
+            f"{host} can be reached from other machines; set {API_KEY_VARIABLE}, or say --no-api-key to go without"
+        )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything is loaded. Raises OptionError where that does not work."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(os.cpu_count() or 1)
+    except OSError as error:
+        raise OptionError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listener

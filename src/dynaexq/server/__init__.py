@@ -1,0 +1,1 @@
+"""OpenAI's interface over one loaded model."""

@@ -1,0 +1,141 @@
+"""Every family in slots: the tokens of a request are those of the model alone, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dynaexq.engine import Engine, EngineOptions, FinishEvent, Request
+from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
+from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.integrations.transformers.sampling import make_warper
+from dynaexq.integrations.transformers.slot_model import WHOLE_PROMPTS, SlottedModel
+from support.tiny_models import FAMILIES, write_checkpoint
+
+GENERATOR = torch.Generator().manual_seed(1)
+PROMPTS = [torch.randint(3, 256, (length,), generator=GENERATOR).tolist() for length in (5, 17, 9, 3, 30, 80)]
+COUNTS = [12, 6, 20, 9, 7, 10]
+SHARED = [*PROMPTS[5][:40], 7, 8, 9]
+quiet_transformers()
+
+
+def load(root: Path, **options: Any) -> Any:
+    config = DynaExqConfig(**options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        root, dtype=torch.float32, quantization_config=config
+    ).eval()
+
+
+def serve(engine: Engine, prompts: list[list[int]], counts: list[int], every: int) -> list[list[int]]:
+    """Answers to prompts of which one more arrives every few steps."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    failures: list[str] = []
+
+    def listener(index: int) -> Any:
+        def hear(event: Any) -> None:
+            if not isinstance(event, FinishEvent):
+                answers[index].append(event.token)
+            elif event.error:
+                failures.append(event.error)
+
+        return hear
+
+    coming = list(enumerate(zip(prompts, counts, strict=True)))
+    steps = 0
+    with torch.inference_mode():
+        while coming or engine.counts().unfinished:
+            if coming and steps % every == 0:
+                index, (prompt, count) = coming.pop(0)
+                engine.submit(Request(tuple(prompt), count, listener(index)))
+            engine.step()
+            steps += 1
+    assert not failures
+    return answers
+
+
+def alone(model: Any, prompt: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=-1
+        )
+    tokens: list[int] = ids[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "checkpoint", family)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+    expected = [alone(plain, prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
+    model = load(root)
+    for options in (EngineOptions(), EngineOptions(step_tokens=16, chunk=16, reuse=False)):
+        engine = Engine(SlottedModel(model, slots=3, room=128), make_warper, options)
+        assert serve(engine, PROMPTS, COUNTS, every=2) == expected
+    assert engine.model.chunked is (family not in WHOLE_PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next"])
+def test_reused_beginnings_change_nothing(family: str, tmp_path: Path) -> None:
+    model = load(write_checkpoint(tmp_path / "checkpoint", family))
+    engine = Engine(SlottedModel(model, slots=2, room=128), make_warper, EngineOptions(step_tokens=32, chunk=32))
+    (first,) = serve(engine, [PROMPTS[5]], [8], every=1)
+    continued = [*PROMPTS[5], *first, 11, 12]
+    prompts, counts = [continued, SHARED, continued], [6, 6, 6]
+    expected = [alone(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert serve(engine, prompts, counts, every=1) == expected
+
+
+def test_int8_dense_and_int4_experts_are_the_same_alone_and_in_a_batch(tmp_path: Path) -> None:
+    """With the native kernels, to the last bit: chunks are cut the same way, and tokens do not see each other."""
+    model = load(
+        write_checkpoint(tmp_path / "checkpoint", moe_intermediate_size=64), mode="static", tier="int4", dense="int8"
+    )
+    assert runtime_of(model).fused_layers
+
+    def logits(slots: int, every: int, prompts: list[list[int]]) -> list[list[int]]:
+        engine = Engine(
+            SlottedModel(model, slots, room=128), make_warper, EngineOptions(step_tokens=32, chunk=16, reuse=False)
+        )
+        return serve(engine, prompts, [24] * len(prompts), every)
+
+    together = logits(6, 1, PROMPTS)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        assert logits(1, 1, [prompt]) == [answer]
+
+
+def test_one_step_is_one_window(tmp_path: Path) -> None:
+    model = load(
+        write_checkpoint(tmp_path / "checkpoint", moe_intermediate_size=64), mode="static", tier="int4", dense="int8"
+    )
+    runtime = runtime_of(model)
+    seen: list[tuple[int, bool]] = []
+
+    class Listener:
+        hot_share_high = 0.0
+
+        def before_window(self) -> None:
+            pass
+
+        def after_window(self, layers: Any, prefill: bool, high: Any) -> None:
+            seen.append((sum(len(layer.ids) for layer in layers), prefill))
+
+        def close(self) -> None:
+            pass
+
+    slotted = SlottedModel(model, slots=2, room=64)
+    assert not seen  # warming up is no traffic
+    runtime.listener = Listener()
+    engine = Engine(slotted, make_warper, EngineOptions(step_tokens=8, chunk=8))
+    serve(engine, [[5] * 10, [6] * 3], [4, 4], every=1)
+    layers = runtime.experts.shape.layers
+    assert [(tokens // layers, prefill) for tokens, prefill in seen] == [
+        (8, True),  # the first prompt's first chunk
+        (5, True),  # its rest, and the second prompt
+        (2, False),
+        (2, False),
+        (2, False),
+    ]

@@ -1,0 +1,76 @@
+"""A server in this process on a real socket, and plain requests to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import uvicorn
+
+from dynaexq.cli.serve import listen
+from dynaexq.llm import LLM
+from dynaexq.server.app import create_app
+from dynaexq.server.limits import Limits
+from dynaexq.server.metrics import Metrics
+from dynaexq.server.service import Service
+
+
+class Reply(NamedTuple):
+    """An answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error of an answer that is one."""
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+@contextmanager
+def serve_app(llm: LLM, metrics: Metrics, limits: Limits = Limits()) -> Iterator[int]:  # noqa: B008
+    """The port of a server over `llm`."""
+    service = Service("demo", llm.engine, llm.encoder, 1)
+    config = uvicorn.Config(create_app(service, metrics, limits), log_level="warning", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    """Look until it is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.005)
+
+
+def request(port: int, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+    """One request; `body` is JSON unless it is bytes."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    data = json.dumps(body).encode() if isinstance(body, dict) else body  # bytes, or an iterator that is sent in chunks
+    connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    reply = Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode())
+    connection.close()
+    return reply

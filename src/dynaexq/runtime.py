@@ -10,6 +10,7 @@ import torch
 
 from dynaexq.control import ControlLoop
 from dynaexq.core import ModelShape, Window
+from dynaexq.formats import ExpertFormat
 from dynaexq.kernels import ExpertsCall, ExpertsKernel, LayerFunctions
 from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
@@ -24,6 +25,7 @@ class Experts(Protocol):
 
     shape: ModelShape
     handles: HandleWords
+    formats: list[ExpertFormat]
 
     @property
     def expert_bytes(self) -> int:

@@ -95,11 +95,11 @@ def test_plain_completions(running: Running) -> None:
 
 
 def test_choices_and_seeds(running: Running) -> None:
-    def texts(seed: int | None) -> list[str | None]:
-        answer = running.client.chat.completions.create(
-            model="demo", messages=MESSAGES, max_tokens=12, n=3, temperature=1.5, seed=seed
+    def texts(seed: int) -> list[str]:
+        answer = running.client.completions.create(
+            model="demo", prompt="The ", max_tokens=12, n=3, temperature=1.5, seed=seed
         )
-        return [choice.message.content for choice in answer.choices]
+        return [choice.text for choice in answer.choices]
 
     assert texts(5) == texts(5) and len(set(texts(5))) > 1
     assert texts(5) != texts(6)
@@ -214,5 +214,5 @@ def test_metrics(running: Running) -> None:
     assert 0 < values["dynaexq_ttft_seconds_count"] <= counts.submitted
     assert values["dynaexq_budget_used_bytes"] <= values["dynaexq_budget_bytes"]
     experts = running.llm.launch.runtime.experts.shape
-    assert values['dynaexq_resident_experts{layer="0",level="low"}'] == experts.experts
+    assert values['dynaexq_resident_experts{layer="0",tier="int4"}'] == experts.experts
     assert values["dynaexq_waits_total"] == 0

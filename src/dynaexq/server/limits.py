@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynaexq.server.errors import ApiError
@@ -55,7 +56,7 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._limits.body_bytes:
-                raise self._too_large()
+                raise HTTPException(413, self._too_large().message)  # the only kind that passes through body parsers
             return message
 
         return counted

@@ -9,7 +9,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynaexq.engine import Engine, FinishEvent, StepReport
-from dynaexq.residency.versions import HIGH
 from dynaexq.runtime import ExpertRuntime
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -90,14 +89,11 @@ class _State(Collector):
         yield self._resident()
 
     def _resident(self) -> Metric:
-        resident = GaugeMetricFamily(
-            "dynaexq_resident_experts",
-            "Experts by layer and level: high, or low (all of a single tier)",
-            labels=["layer", "level"],
-        )
-        shape = self._runtime.experts.shape
-        high = (self._runtime.experts.handles.formats() == HIGH).reshape(shape.layers, shape.experts).sum(1)
-        for layer, count in enumerate(high.tolist()):
-            resident.add_metric([str(layer), "high"], float(count))
-            resident.add_metric([str(layer), "low"], float(shape.experts - count))
+        resident = GaugeMetricFamily("dynaexq_resident_experts", "By layer and tier", labels=["layer", "tier"])
+        experts = self._runtime.experts
+        shape = experts.shape
+        in_force = experts.handles.formats().reshape(shape.layers, shape.experts)
+        for index, fmt in enumerate(experts.formats):
+            for layer, count in enumerate((in_force == index).sum(1).tolist()):
+                resident.add_metric([str(layer), fmt.name], float(count))
         return resident

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -142,11 +144,47 @@ def test_sixteen_at_once_say_what_each_says_alone(running: Running) -> None:
     assert together == [running.llm.encoder.decode(list(tokens)) for tokens in alone]
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer"},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_follow_a_schema(running: Running, temperature: float) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    answer = running.client.chat.completions.create(
+        model="demo", messages=MESSAGES, temperature=temperature, seed=1, max_tokens=120, n=2, response_format=form
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        thing = json.loads(choice.message.content or "")
+        assert set(thing) == {"name", "count", "kind"} and thing["kind"] in ("a", "b")
+        assert isinstance(thing["count"], int)
+
+
+def test_answers_follow_a_regular_expression(running: Running) -> None:
+    answer = running.client.completions.create(
+        model="demo", prompt="The ", max_tokens=40, temperature=1.0, extra_body={"guided_regex": "(ab|cd){3}[0-9]{2}"}
+    )
+    assert re.fullmatch("(ab|cd){3}[0-9]{2}", answer.choices[0].text)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"frobnicate": 1}, "unsupported parameter: frobnicate"),
-        ({"tools": []}, "unsupported parameter: tools"),
+        ({"tool_choice": "auto"}, "go with tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}}, "schema"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, "not both"),
+        ({"guided_regex": "(("}, "grammar"),
         ({"temperature": 3}, "temperature"),
         ({"n": 17}, "n:"),
         ({"messages": []}, "messages"),

@@ -7,12 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import uvicorn
 
 from dynaexq.cli.serve import listen
+from dynaexq.engine import Engine
+from dynaexq.integrations.transformers.prompts import PromptEncoder
 from dynaexq.llm import LLM
 from dynaexq.server.app import create_app
 from dynaexq.server.limits import Limits
@@ -39,10 +41,20 @@ class Reply(NamedTuple):
         return error
 
 
-@contextmanager
-def serve_app(llm: LLM, metrics: Metrics, limits: Limits = Limits()) -> Iterator[int]:  # noqa: B008
+def serve_app(llm: LLM, metrics: Metrics, limits: Limits = Limits()) -> AbstractContextManager[int]:  # noqa: B008
     """The port of a server over `llm`."""
-    service = Service("demo", llm.engine, llm.encoder, 1)
+    return serve_engine(llm.engine, llm.encoder, metrics, limits)
+
+
+@contextmanager
+def serve_engine(
+    engine: Engine,
+    encoder: PromptEncoder,
+    metrics: Metrics,
+    limits: Limits = Limits(),  # noqa: B008
+) -> Iterator[int]:
+    """The port of a server over an engine that runs."""
+    service = Service("demo", engine, encoder, 1)
     config = uvicorn.Config(create_app(service, metrics, limits), log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listener = listen("127.0.0.1", 0)

@@ -137,13 +137,14 @@ class Engine:
                 decoded = self._decode(decoding)
                 firsts = [(prompts[i], piece, self._prefill(prompts[i], piece)) for i, piece in chunks]
             computed = self._clock()
-            self._choose(decoding, decoded)
-            for each, piece, logits in firsts:
-                if piece.end == len(each.request.prompt):
-                    self._take(each, each.sampler.choose(logits))
         except Exception as error:  # a model's failure must not end the server
             self._end_all(Finish.FAILED, f"{type(error).__name__}: {error}")
             return True
+        if decoded is not None:
+            self._choose(decoding, decoded)
+        for each, piece, logits in firsts:
+            if piece.end == len(each.request.prompt):
+                self._sample(each, logits)
         self._counts.steps += 1
         if self.observer:
             self.observer.on_step(StepReport(self._clock() - start, computed - start, prompt_tokens, len(decoding)))
@@ -221,12 +222,21 @@ class Engine:
         each.done = piece.end
         return logits
 
-    def _choose(self, sequences: list[Sequence], logits: torch.Tensor | None) -> None:
-        if logits is None:
-            return
+    def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         largest = logits.argmax(-1).tolist()
         for row, each in enumerate(sequences):
-            self._take(each, TokenEvent(largest[row]) if each.sampler.greedy else each.sampler.choose(logits[row]))
+            if each.sampler.greedy:
+                self._take(each, TokenEvent(largest[row]))
+            else:
+                self._sample(each, logits[row])
+
+    def _sample(self, each: Sequence, logits: torch.Tensor) -> None:
+        try:
+            event = each.sampler.choose(logits)
+        except Exception as error:  # a grammar that has no way on, logits that are no numbers
+            self._finish(each, Finish.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            self._take(each, event)
 
     def _take(self, each: Sequence, event: TokenEvent) -> None:
         """A token was chosen: report it, or end the sequence."""

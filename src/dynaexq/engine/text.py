@@ -56,7 +56,7 @@ class StopFinder:
             place, self.found = min(places)
             shown, self._held = self._held[:place], ""
             return shown
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = held_back(self._held, self._stops)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return shown
@@ -67,9 +67,13 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+def held_back(text: str, awaited: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of the awaited strings begins."""
+
+    def overlap(stop: str) -> int:
+        return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+    return max((overlap(stop) for stop in awaited), default=0)
 
 
 class AnswerText:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from dynaexq.engine import Engine, Event, Finish, FinishEvent, Request, Sampling, TokenEvent
+from dynaexq.engine import Constraint, Engine, Event, Finish, FinishEvent, Request, Sampling, TokenEvent
 from dynaexq.engine.requests import Listener
 from dynaexq.engine.text import AnswerText
 from dynaexq.integrations.transformers.prompts import PromptEncoder
@@ -22,6 +22,7 @@ class Wish:
     sampling: Sampling
     stops: tuple[str, ...]
     priority: int
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Answers:
                     wish.sampling,
                     encoder.stop_tokens,
                     wish.priority,
+                    wish.constraint,
                 )
                 engine.submit(request)
                 self._choices.append(_Choice(request, AnswerText(encoder.decode, wish.prompt, wish.stops)))

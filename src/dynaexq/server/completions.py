@@ -8,38 +8,50 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from dynaexq.engine import TokenEvent
 from dynaexq.integrations.transformers.prompts import PromptEncoder
-from dynaexq.server.answers import Piece
+from dynaexq.server.errors import ApiError
 from dynaexq.server.schemas import ChatBody, CompletionBody
 from dynaexq.server.service import Service, Style, answer
+from dynaexq.server.writers import ChatWriter, TextWriter
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
+
+PROMPT_END_TOKENS = 8
+"""Enough to see whether a template has opened the model's thoughts."""
 
 
 def make_router(service: Service) -> APIRouter:
     """The endpoints over one model."""
     router = APIRouter(prefix="/v1")
-    chat_style, plain_style = _chat_style(service.encoder), _plain_style(service.encoder)
+    encoder = service.encoder
 
     @router.post("/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
+        tools = _offered_tools(service, body)
         messages = [message.as_template() for message in body.messages]
-        prompt = await asyncio.to_thread(service.encoder.encode_chat, messages)
-        wishes = service.make_wishes(body, [prompt], body.limit, body.alternatives)
-        return await answer(service, chat_style, body, wishes, http)
+        prompt = await asyncio.to_thread(encoder.encode_chat, messages, tools, **body.chat_template_kwargs)
+        prompt_end = encoder.decode_all(list(prompt[-PROMPT_END_TOKENS:]))
+        thinks = service.conventions.thinks_first(prompt_end)
+        wishes = await asyncio.to_thread(service.make_wishes, body, [prompt], body.limit, body.alternatives, thinks)
+
+        def make_writer(index: int) -> ChatWriter:
+            return ChatWriter(index, encoder, service.conventions.parser(prompt_end, bool(tools)))
+
+        style = Style("chatcmpl", "chat.completion", "chat.completion.chunk", make_writer)
+        return await answer(service, style, body, wishes, http)
 
     @router.post("/completions")
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text, or several."""
         service.check_model(body.model)
-        prompts = await asyncio.to_thread(_encode_prompts, service.encoder, body)
+        prompts = await asyncio.to_thread(_encode_prompts, encoder, body)
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        wishes = service.make_wishes(body, prompts, limit, body.logprobs)
-        return await answer(service, plain_style, body, wishes, http)
+        wishes = await asyncio.to_thread(service.make_wishes, body, prompts, limit, body.logprobs)
+        style = Style("cmpl", "text_completion", "text_completion", lambda index: TextWriter(index, encoder))
+        return await answer(service, style, body, wishes, http)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -74,63 +86,10 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionBody) -> list[tuple[
     return [encoder.encode(text) for text in prompt]
 
 
-def _chat_style(encoder: PromptEncoder) -> Style:
-    def logprobs(tokens: tuple[TokenEvent, ...] | list[TokenEvent]) -> dict[str, Any] | None:
-        known = [token for token in tokens if token.logprob is not None]
-        return {"content": [_chat_logprob(encoder, token) for token in known], "refusal": None} if known else None
-
-    def first(index: int) -> dict[str, Any]:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def chunk(piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        return {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": logprobs(piece.tokens),
-            "finish_reason": piece.finish,
-        }
-
-    def whole(index: int, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs(tokens), "finish_reason": reason}
-
-    return Style("chatcmpl", "chat.completion", "chat.completion.chunk", first, chunk, whole)
-
-
-def _plain_style(encoder: PromptEncoder) -> Style:
-    def logprobs(tokens: tuple[TokenEvent, ...] | list[TokenEvent]) -> dict[str, Any] | None:
-        known = [token for token in tokens if token.logprob is not None]
-        if not known:
-            return None
-        texts = [encoder.decode([token.token]) for token in known]
-        starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
-        best = [{encoder.decode([other.token]): other.logprob for other in token.alternatives} for token in known]
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in known],
-            "top_logprobs": best,
-            "text_offset": starts,
-        }
-
-    def chunk(piece: Piece) -> dict[str, Any]:
-        return {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": logprobs(piece.tokens),
-            "finish_reason": piece.finish,
-        }
-
-    def whole(index: int, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs(tokens), "finish_reason": reason}
-
-    return Style("cmpl", "text_completion", "text_completion", None, chunk, whole)
-
-
-def _chat_logprob(encoder: PromptEncoder, event: TokenEvent) -> dict[str, Any]:
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = encoder.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    best = [entry(other.token, other.logprob) for other in event.alternatives]
-    return {**entry(event.token, event.logprob), "top_logprobs": best}
+def _offered_tools(service: Service, body: ChatBody) -> list[dict[str, Any]] | None:
+    """Tools as templates take them. Raises ApiError where the model has no way to call one."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if service.conventions.call is None:
+        raise ApiError(400, "the model's chat template has no form of tool calls that this server reads", "tools")
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]

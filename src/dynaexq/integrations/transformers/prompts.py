@@ -50,7 +50,17 @@ class PromptEncoder:
             raise CheckpointError(f"the model's chat template fails: {error}") from error
         return tuple(encoded["input_ids"])
 
+    def find_token(self, text: str) -> int | None:
+        """The one token that stands for `text`, if there is one."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return int(tokens[0]) if len(tokens) == 1 else None
+
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens, special ones left out."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def decode_all(self, tokens: list[int]) -> str:
+        """Text of tokens, special ones too."""
+        text: str = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         return text

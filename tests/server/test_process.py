@@ -1,0 +1,108 @@
+"""`dynaexq serve` as a process: starts, refuses to start, drains, and is told to go."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from support.serving import request
+
+ASK: Any = {"model": "demo", "prompt": "The ", "temperature": 1.0, "stream": True}
+
+
+class Served:
+    """A server process that listens."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process, self.port = process, port
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+@contextmanager
+def served(cache: Path, *options: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "dynaexq", "serve", "--demo", "--port", "0", *options]
+    environment = {**os.environ, "DYNAEXQ_CACHE": str(cache)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)/v1", line):
+            break
+    else:
+        raise AssertionError("".join(seen))
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    try:
+        yield Served(process, int(found[1]))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def refuse(*options: str, **environment: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "dynaexq", "serve", "--demo", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False, timeout=120
+    )
+    return done.returncode, done.stderr
+
+
+def test_answers_end_before_the_server_goes(cache: Path) -> None:
+    with served(cache, "--mode", "static", "--tier", "int4", "--slots", "2") as server:
+        streams = [server.client.completions.create(max_tokens=60, seed=seed, **ASK) for seed in range(3)]
+        firsts = [next(iter(stream)) for stream in streams[:2]]
+        assert all(first.choices for first in firsts)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:  # one of them still waits for a slot
+            reasons = [chunk.choices[0].finish_reason for chunk in stream]
+            assert reasons[-1] in ("length", "stop")
+        assert server.process.wait(60) == 0
+
+
+def test_a_second_server_shares_the_store_and_a_killed_one_harms_nothing(cache: Path) -> None:
+    with served(cache) as first, served(cache) as second:
+        for server in (first, second):
+            assert request(server.port, "GET", "/ready").status == 200
+        first.process.kill()
+        assert second.client.completions.create(model="demo", prompt="The ", max_tokens=4).choices
+    with served(cache, "--host", "127.0.0.1", "--name", "other") as third:
+        assert third.client.models.list().data[0].id == "other"
+        third.process.send_signal(signal.SIGINT)
+        assert third.process.wait(60) == 0
+
+
+def test_what_stops_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        code, text = refuse("--port", str(taken.getsockname()[1]))
+        assert code == 2 and "cannot listen on 127.0.0.1" in text
+    for options, environment, message in (
+        (("--host", "0.0.0.0"), {}, "can be reached from other machines"),
+        (("--no-api-key",), {}, "--no-api-key does nothing on 127.0.0.1"),
+        (("--api-key", " "), {}, "the API key is empty"),
+        (("--host", "0.0.0.0", "--no-api-key"), {"DYNAEXQ_API_KEY": "k"}, "leave one out"),
+        (("--host", "no.such.host.invalid"), {}, "cannot listen"),
+        (("--context", "100000"), {}, "2 to 1024"),
+        (("--memory", "300M", "--expert-memory", "16M", "--slots", "64", "--port", "0"), {}, "memory"),
+    ):
+        code, text = refuse(*options, **environment)
+        assert code in (2, 6) and message in text, text
+        assert text.count("error:") == 1

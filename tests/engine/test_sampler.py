@@ -19,7 +19,7 @@ def sampler(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
     return Sampler(Sampling(**options), prompt, make_warper)
 
 
-def draw(count: int = 4000, **options: Any) -> Counter[int]:
+def draw(count: int = 400, **options: Any) -> Counter[int]:
     chosen = sampler(seed=7, **options)
     return Counter(chosen.choose(LOGITS).token for _ in range(count))
 
@@ -34,16 +34,16 @@ def test_greedy_is_the_largest() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     expected = torch.softmax(LOGITS / temperature, -1)
-    counts = draw(20_000, temperature=temperature)
+    counts = draw(6_000, temperature=temperature)
     for token, share in enumerate(expected.tolist()):
-        assert abs(counts[token] / 20_000 - share) < 0.015
+        assert abs(counts[token] / 6_000 - share) < 0.025
 
 
 def test_cuts() -> None:
     assert set(draw(temperature=1.0, top_k=2)) == {1, 5}
     assert set(draw(temperature=1.0, top_p=0.5)) == {1, 5}  # 0.44, and what reaches 0.5
     assert set(draw(temperature=1.0, min_p=0.5)) == {1, 5}  # e^-0.5 = 0.61, e^-1 = 0.37
-    assert set(draw(temperature=1.0)) == set(range(6))
+    assert set(draw(4000, temperature=1.0)) == set(range(6))
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:

@@ -144,6 +144,7 @@ def test_sixteen_at_once_say_what_each_says_alone(running: Running) -> None:
     assert together == [running.llm.encoder.decode(list(tokens)) for tokens in alone]
 
 
+FORM: dict[str, Any] = {"type": "json_schema"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -181,7 +182,10 @@ def test_answers_follow_a_regular_expression(running: Running) -> None:
     [
         ({"frobnicate": 1}, "unsupported parameter: frobnicate"),
         ({"tool_choice": "auto"}, "go with tools"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}}, "schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}},
+            "type must be a string",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "text"}, "guided_regex": "a"}, "not both"),
         ({"guided_regex": "(("}, "grammar"),

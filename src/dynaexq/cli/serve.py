@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import time
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -105,6 +106,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, llm: LLM) -> None:
         super().__init__(config)
         self._llm = llm
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal is how a server is told to go: no error, and none to raise again."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, wait for answers, close."""

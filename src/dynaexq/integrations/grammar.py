@@ -13,6 +13,9 @@ from llguidance import LLMatcher
 from dynaexq.core import OptionError
 
 MAX_GRAMMAR_BYTES = 64 << 10
+FORM = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,9}"}
+"""Space between parts, but no end of it: a small model, once it has begun, goes on for ever."""
+
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -30,7 +33,7 @@ class Grammars:
         if len(text) > MAX_GRAMMAR_BYTES:
             raise OptionError(f"the JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
         try:
-            return self._start(LLMatcher.grammar_from_json_schema(text))
+            return self._start(LLMatcher.grammar_from_json_schema(text, overrides=FORM))
         except ValueError as error:
             raise OptionError(f"the JSON schema cannot be enforced: {error}") from error
 

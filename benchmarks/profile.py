@@ -23,8 +23,8 @@ import torch
 from benchmarks.machine import describe_run, pin_threads, save
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.cache import RoomyLayer, cache_argument, make_cache
-from dynaexq.integrations.transformers.decoding import FastLayer
 from dynaexq.integrations.transformers.loading import load_model, quiet_transformers
+from dynaexq.integrations.transformers.native_decoder import NativeDecoder
 from dynaexq.integrations.transformers.norms import NativeRMSNorm
 from dynaexq.kernels.dense import PackedMatrix
 from dynaexq.launch import EMBEDDED_MODEL
@@ -38,7 +38,7 @@ PARTS: list[tuple[str, Any, str]] = [
     ("cache", RoomyLayer, "update"),
     ("attention", torch.nn.functional, "scaled_dot_product_attention"),
     ("router's choice", torch, "topk"),
-    ("native steps", FastLayer, "_step"),
+    ("native steps", NativeDecoder, "step"),
 ]
 
 

@@ -69,9 +69,10 @@ class LaunchOptions:
             raise OptionError(f"unknown dtype '{self.dtype}'; known are {', '.join(DTYPES)}")
         check_kernel(self.kernel, self.rounding)
         check_dense(self.dense_form)
-        if self.kernel == "reference" and (self.activations or self.dense):
+        if self.kernel == "reference" and (self.rounding, self.dense_form) != ("fp32", "full"):
             raise OptionError(
-                "--activations and --dense go with the native kernel; leave out --kernel reference, or them"
+                "--kernel reference rounds nothing (--activations fp32) and packs nothing (--dense full); other values "
+                "go with the native kernel"
             )
         self._check_tiers()
         self._check_adaptive()

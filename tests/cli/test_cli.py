@@ -151,7 +151,7 @@ def test_sampling_follows_the_seed(store: Path) -> None:
         (("generate", "STORE", "--prompt", "x", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("generate", "STORE", "--prompt", "x", "--high", "bf16"), "give --high and --low together"),
         (("generate", "STORE", "--prompt", "x", "--high", "bf16", "--low", "int2"), "go with --mode dynaexq"),
-        (("generate", "STORE", "--prompt", "x", "--seed", "3"), "--top-p and --seed do nothing at temperature 0"),
+        (("generate", "STORE", "--prompt", "x", "--seed", "3"), "--seed would do nothing at temperature 0"),
         (("generate", "STORE", "--prompt", "x", "--max-new-tokens", "1024"), "passes the model's context of 1024"),
         (("generate", "STORE", "--prompt", "x", "--json", "/no/such/x.json"), "existing, writable directory"),
         (("generate", "STORE", "--prompt", "x", "--json", "STORE/dynaexq.json"), "is a model's directory"),

@@ -77,15 +77,13 @@ def test_answers_end_before_the_server_goes(cache: Path) -> None:
 
 
 def test_a_second_server_shares_the_store_and_a_killed_one_harms_nothing(cache: Path) -> None:
-    with served(cache) as first, served(cache) as second:
+    with served(cache) as first, served(cache, "--name", "other") as second:
         for server in (first, second):
             assert request(server.port, "GET", "/ready").status == 200
         first.process.kill()
-        assert second.client.completions.create(model="demo", prompt="The ", max_tokens=4).choices
-    with served(cache, "--host", "127.0.0.1", "--name", "other") as third:
-        assert third.client.models.list().data[0].id == "other"
-        third.process.send_signal(signal.SIGINT)
-        assert third.process.wait(60) == 0
+        assert second.client.completions.create(model="other", prompt="The ", max_tokens=4).choices
+        second.process.send_signal(signal.SIGINT)
+        assert second.process.wait(60) == 0
 
 
 def test_what_stops_the_start() -> None:
@@ -94,8 +92,6 @@ def test_what_stops_the_start() -> None:
         taken.listen(1)
         code, text = refuse("--port", str(taken.getsockname()[1]))
     assert code == 2 and text.startswith("error: cannot listen on 127.0.0.1 port")
-    code, text = refuse("--port", "0", "--memory", "500M", "--expert-memory", "16M", "--slots", "512")
-    assert code == 6 and text.count("error:") == 1 and "KV cache" in text and "--slots" in text
 
 
 @pytest.mark.parametrize(

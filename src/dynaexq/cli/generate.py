@@ -36,7 +36,12 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus; needs a temperature.")] = 1.0,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=(1 << 63) - 1, help="Of the sampling; needs a temperature.", show_default=False),
+        typer.Option(
+            min=0,
+            max=(1 << 63) - 1,
+            help="Of the sampling; needs a temperature. Where experts move, answers can differ all the same.",
+            show_default=False,
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.", show_default=False)
@@ -56,8 +61,11 @@ def generate(
       dynaexq generate ./store --mode static --tier int4 --prompt-file question.txt --json result.json
     """
     check_json_target(json_target, prompt_file, *request.options.files)
-    if temperature == 0 and (top_p != 1.0 or seed is not None):
-        raise OptionError("--top-p and --seed do nothing at temperature 0; give --temperature")
+    useless = [name for name, given in (("--top-p", top_p != 1.0), ("--seed", seed is not None)) if given]
+    if temperature == 0 and useless:
+        raise OptionError(f"{' and '.join(useless)} would do nothing at temperature 0; give --temperature")
+    if "" in (stop or ()):
+        raise OptionError("--stop is given an empty text, which would stop nothing")
     model, options = request.model, request.options
     text = _read_prompt(prompt, prompt_file, model == str(EMBEDDED_MODEL))
     if not text.strip():

@@ -40,7 +40,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             stderr.print(f"[red]error:[/red] {escape(str(error))}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            stderr.print("interrupted; what was finished is kept")
+            stderr.print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from dynaexq.core import OptionError
 
 MAX_GRAMMAR_BYTES = 64 << 10
-FORM = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,9}"}
+FORM: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,9}"}
 """Space between parts, but no end of it: a small model, once it has begun, goes on for ever."""
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

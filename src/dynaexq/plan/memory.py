@@ -202,5 +202,5 @@ def _explain_floor(
     return (
         f"the memory limit {format_bytes(memory)} is below the floor {format_bytes(floor)} ({floor} bytes: {parts}, "
         f"experts at {tier} {format_bytes(size)}, {format_bytes(jitter)} to spare); "
-        "raise --memory, shorten the text (or take fewer --slots, less --context), or allow a lower tier"
+        "raise --memory, need less of it (a shorter text or context, fewer slots, --dense int4), or allow a lower tier"
     )

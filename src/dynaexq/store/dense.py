@@ -106,7 +106,9 @@ def verify_dense(root: Path, info: DenseInfo) -> None:
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
     if checksum != info.crc32c:
-        raise StoreError(f"{path} is damaged: its checksum is wrong; prepare the model again into a new directory")
+        raise StoreError(
+            f"{path} is damaged: its checksum is wrong; run `dynaexq prepare` (or `synth`) again to restore it"
+        )
 
 
 def _check_finite(chunk: Chunk, name: str, dtype: str, file: Path) -> None:

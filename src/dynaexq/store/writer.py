@@ -130,7 +130,10 @@ def check_target(root: Path, wanted: Manifest) -> Manifest | None:
         return None
     found = Manifest.load(root)
     if found.fingerprint != wanted.fingerprint:
-        raise StoreError(f"{root} is a store of another checkpoint ('{found.source}'); give a new directory")
+        raise StoreError(
+            f"{root} is a store of another checkpoint ('{found.source}'), or of a synthetic one with other "
+            "layers, vocabulary, routing or seed; give a new directory"
+        )
     for name in ("group_size", "quantizer"):
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:

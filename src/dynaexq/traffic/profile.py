@@ -112,7 +112,8 @@ class TrafficProfile(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise StoreError(
-                f"{path} is no whole traffic profile: {where}{': ' * bool(where)}{first['msg']}"
+                f"{path} is no whole traffic profile, as `dynaexq calibrate` makes them: "
+                f"{where}{': ' * bool(where)}{first['msg']}"
             ) from error
 
     @classmethod

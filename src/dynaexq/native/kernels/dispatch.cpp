@@ -26,8 +26,10 @@ void list_sets(const TileSet** sets) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+#if defined(DYNAEXQ_AVX512)
     if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))
       *sets++ = &kAvx512Tiles;
+#endif
 #if defined(DYNAEXQ_AVXVNNI)
     if (has_avx_vnni()) *sets++ = &kAvxVnniTiles;
 #endif

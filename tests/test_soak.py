@@ -16,7 +16,7 @@ from dynaexq.store import PrepareOptions, prepare_store
 from support.files import directory_bytes, silent
 from support.large_checkpoint import write_large_checkpoint
 
-SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "10"))
 LIMIT = 1100 << 20
 
 RUN = """

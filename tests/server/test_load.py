@@ -24,7 +24,7 @@ from dynaexq.plan.process import resident_bytes
 from dynaexq.server.metrics import Metrics
 from support.serving import serve_app, wait_for
 
-SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "10"))
+SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "5"))
 STREAMS = 64
 TRACE = Path(__file__).parents[2] / "data" / "azure_conv_2023.csv"
 SHRINK = 8

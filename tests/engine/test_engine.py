@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaexq.core import OptionError
+from dynaexq.core import MemoryLimitError, OptionError
 from dynaexq.engine import (
     Engine,
     EngineClosedError,
@@ -257,6 +257,23 @@ def test_a_failing_model_fails_what_runs_and_serves_on() -> None:
     run(engine)
     assert heard.finish and heard.finish.reason is Finish.FAILED and heard.finish.error == "RuntimeError: scripted"
     assert told.tokens == answer([1, 2, 3], 3) and told.finish and told.finish.reused_tokens == 0
+
+
+def test_a_memory_limit_that_was_passed_ends_the_engine() -> None:
+    model = ScriptedModel(slots=1)
+    model.fail_next, model.error = True, MemoryLimitError("above the limit")
+    engine = make_engine(model)
+    asked = [ask([n], 5) for n in range(2)]
+    for request, _ in asked:
+        engine.submit(request)
+    engine.start()
+    for _, heard in asked:
+        assert heard.done.wait(60) and heard.finish
+        assert heard.finish.reason is Finish.FAILED
+    assert engine.ended
+    with pytest.raises(EngineClosedError):
+        engine.submit(ask([1])[0])
+    engine.close()
 
 
 def test_a_listener_that_raises_is_dropped() -> None:

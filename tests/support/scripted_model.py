@@ -38,6 +38,7 @@ class ScriptedModel:
         self.held: list[list[int]] = [[] for _ in range(slots)]
         self.steps: list[tuple[int, int]] = []
         self.fail_next = False
+        self.error: Exception = RuntimeError("scripted")
         self._open = False
 
     @contextmanager
@@ -73,7 +74,7 @@ class ScriptedModel:
     def _append(self, slot: int, past: int, tokens: list[int]) -> None:
         if self.fail_next:
             self.fail_next = self._open = False
-            raise RuntimeError("scripted")
+            raise self.error
         assert self._open and past <= len(self.held[slot]) and past + len(tokens) <= self.room
         assert self.cuts or past in (0, len(self.held[slot]))
         assert self.chunked or len(tokens) == 1 or past == 0

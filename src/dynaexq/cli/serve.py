@@ -112,6 +112,10 @@ class Server(uvicorn.Server):
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Go too when the engine has ended by itself."""
+        return await super().on_tick(counter) or self._llm.engine.ended
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, wait for answers, close."""
         self._llm.engine.drain()

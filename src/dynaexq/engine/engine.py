@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from dynaexq.core import OptionError
+from dynaexq.core import MemoryLimitError, OptionError
 from dynaexq.engine.base import SlotModel
 from dynaexq.engine.reports import EngineCounts, EngineOptions, Observer, StepReport
 from dynaexq.engine.requests import (
@@ -94,6 +94,11 @@ class Engine:
             )
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing is served any more, and never will be."""
+        return self._closed
+
+    @property
     def taking(self) -> bool:
         """Whether requests are taken."""
         return not (self._draining or self._closed)
@@ -137,6 +142,8 @@ class Engine:
                 decoded = self._decode(decoding)
                 firsts = [(prompts[i], piece, self._prefill(prompts[i], piece)) for i, piece in chunks]
             computed = self._clock()
+        except MemoryLimitError:
+            raise  # a limit that was passed once stays passed: there is no going on
         except Exception as error:  # a model's failure must not end the server
             self._end_all(Finish.FAILED, f"{type(error).__name__}: {error}")
             return True
@@ -178,8 +185,9 @@ class Engine:
         except BaseException as error:
             with self._changed:
                 self._closed = True
-            self._end_all(Finish.FAILED, f"the engine has stopped: {type(error).__name__}: {error}")
-            raise
+            self._end_all(Finish.FAILED, f"the engine has stopped: {error}")
+            if not isinstance(error, MemoryLimitError):  # whoever started the engine checks the memory himself
+                raise
 
     def _drop_cancelled(self) -> None:
         with self._changed:

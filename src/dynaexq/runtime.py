@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,6 +141,25 @@ class ExpertRuntime:
             local.window = local.words = None
             if self.listener:
                 self.listener.after_window(local.routed, local.prefill, high)
+
+    @contextmanager
+    def window(self, prefill: bool) -> Iterator[None]:
+        """All forward passes of this thread within run on the same versions."""
+        self.begin_window(prefill)
+        try:
+            yield
+        finally:
+            self.end_window()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A window that is no traffic."""
+        listener, self.listener = self.listener, None
+        try:
+            with self.window(prefill=False):
+                yield
+        finally:
+            self.listener = listener
 
     def forward(
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 
-from dynaexq.integrations.transformers import DynaExqConfig, decoding, runtime_of
+from dynaexq.integrations.transformers import decoding, runtime_of
 from dynaexq.integrations.transformers.cache import cache_argument, make_cache
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.integrations.transformers.native_decoder import Cache, NativeDecoder, Sequences
 from dynaexq.traffic import TrafficMeter
 from support.tiny_models import FAMILIES, write_checkpoint
+from support.tiny_models import load as load_checkpoint
 
 FUSED = {"qwen3_moe", "olmoe", "mixtral"}
 IDS = torch.randint(3, 256, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -23,10 +24,7 @@ quiet_transformers()
 
 
 def load(root: Path, **options: Any) -> Any:
-    config = DynaExqConfig(**{"dense": "bf16", "activations": "fp32", **options})
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        root, dtype=torch.float32, quantization_config=config
-    ).eval()
+    return load_checkpoint(root, **{"dense": "bf16", "activations": "fp32", **options})
 
 
 def plain(root: Path) -> Any:

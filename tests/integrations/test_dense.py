@@ -15,17 +15,10 @@ from dynaexq.integrations.transformers import DynaExqConfig
 from dynaexq.integrations.transformers.dense import PackedEmbedding, PackedLinearLayer
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
 from dynaexq.plan.memory import Workload, dense_bytes
-from support.tiny_models import FAMILIES, write_checkpoint
+from support.tiny_models import FAMILIES, load, write_checkpoint
 
 IDS = torch.randint(3, 256, (2, 7), generator=torch.Generator().manual_seed(1))
 quiet_transformers()
-
-
-def load(root: Path, **options: Any) -> Any:
-    config = DynaExqConfig(**options)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        root, dtype=torch.float32, quantization_config=config
-    ).eval()
 
 
 def packed_layers(model: Any) -> list[Any]:

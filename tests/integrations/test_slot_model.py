@@ -10,24 +10,17 @@ import torch
 import transformers
 
 from dynaexq.engine import Engine, EngineOptions, FinishEvent, Request
-from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
+from dynaexq.integrations.transformers import runtime_of
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.integrations.transformers.sampling import make_warper
 from dynaexq.integrations.transformers.slot_model import WHOLE_PROMPTS, SlottedModel
-from support.tiny_models import FAMILIES, write_checkpoint
+from support.tiny_models import FAMILIES, load, write_checkpoint
 
 GENERATOR = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, 256, (length,), generator=GENERATOR).tolist() for length in (5, 17, 3, 30, 80)]
 COUNTS = [9, 5, 12, 5, 6]
 SHARED = [*PROMPTS[4][:40], 7, 8, 9]
 quiet_transformers()
-
-
-def load(root: Path, **options: Any) -> Any:
-    config = DynaExqConfig(**options)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        root, dtype=torch.float32, quantization_config=config
-    ).eval()
 
 
 def serve(engine: Engine, prompts: list[list[int]], counts: list[int], every: int) -> list[list[int]]:

@@ -9,6 +9,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from dynaexq.integrations.transformers import DynaExqConfig
+
 BASE: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -150,3 +152,11 @@ def write_fused_checkpoint(root: Path, family: str) -> Path:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(state, root / "model.safetensors", metadata={"format": "pt"})
     return root
+
+
+def load(root: Path, **options: Any) -> Any:
+    """The model of a checkpoint or store, loaded in float32 as `DynaExqConfig(**options)` says."""
+    config = DynaExqConfig(**options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        root, dtype=torch.float32, quantization_config=config
+    ).eval()

@@ -57,7 +57,6 @@ class Usage:
 class _Choice:
     request: Request
     text: AnswerText
-    tokens: int = 0
     done: bool = False
     held: list[TokenEvent] = field(default_factory=list)
 

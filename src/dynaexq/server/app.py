@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from fastapi import FastAPI
@@ -16,8 +15,6 @@ from dynaexq.server.completions import make_router
 from dynaexq.server.limits import Gate, Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
-
-logger = logging.getLogger("dynaexq.server")
 
 
 def create_app(service: Service, metrics: Metrics, limits: Limits, origins: Sequence[str] = ()) -> FastAPI:

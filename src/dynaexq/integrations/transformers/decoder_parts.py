@@ -44,7 +44,7 @@ class NativeLayer:
         """Collect the parts of `layer`. Raises UnfitLayerError or AttributeError where it is of another form."""
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
-        if _children(layer) != LAYER_PARTS or _children(mlp) != {"gate", "experts"}:
+        if children(layer) != LAYER_PARTS or children(mlp) != {"gate", "experts"}:
             raise UnfitLayerError("other parts than attention, experts and two norms")
         binding = mlp.experts.dynaexq
         self.index: int = attention.layer_idx
@@ -119,5 +119,6 @@ def find_projection(linear: Any, held: list[Any]) -> tuple[Any, int]:
     return linear.matrix.native, 0 if bias is None else bias.data_ptr()
 
 
-def _children(module: nn.Module) -> set[str]:
+def children(module: nn.Module) -> set[str]:
+    """Names of the parts of a module."""
     return {name for name, _ in module.named_children()}

@@ -10,15 +10,14 @@ else: one token a sequence, no mask, RoomyLayer caches, nobody watching the insi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from dynaexq.integrations.transformers.cache import RoomyLayer, cache_argument, make_cache
-from dynaexq.integrations.transformers.decoder_parts import NativeLayer, UnfitLayerError
+from dynaexq.integrations.transformers.decoder_parts import NativeLayer, UnfitLayerError, children
 from dynaexq.integrations.transformers.native_decoder import (
     Cache,
     NativeDecoder,
@@ -28,7 +27,6 @@ from dynaexq.integrations.transformers.native_decoder import (
     describe_sequences,
 )
 from dynaexq.kernels.threads import thread_count
-from dynaexq.runtime import ExpertRuntime
 
 TRIAL_PAST, TRIAL_SEQUENCES = 5, 2
 TOLERANCE = 0.02
@@ -97,14 +95,14 @@ def speed_up_decoding(model: Any, layers: int) -> FastModel | None:
     """Give a loaded model of `layers` MoE layers native decode steps where a trial proves them; None elsewhere."""
     decoder = model.base_model
     parts = list(getattr(decoder, "layers", None) or [])
-    if len(parts) != layers or _children(model) != MODEL_PARTS or _children(decoder) != DECODER_PARTS:
+    if len(parts) != layers or children(model) != MODEL_PARTS or children(decoder) != DECODER_PARTS:
         return None
     argument = cache_argument(model)
     try:
         native = [NativeLayer(layer) for layer in parts]
         whole = NativeDecoder(decoder, model.lm_head, native)
         whole.rotary.reach(TRIAL_PAST + 1)
-        with _trial(native[0].runtime):
+        with native[0].runtime.trial(), torch.no_grad():
             for layer, step in zip(parts, native, strict=True):
                 if not _agrees(model, layer, step, whole.rotary, argument):
                     return None
@@ -119,23 +117,6 @@ def speed_up_decoding(model: Any, layers: int) -> FastModel | None:
 
     model.forward = forward
     return fast
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-@contextmanager
-def _trial(runtime: ExpertRuntime) -> Iterator[None]:
-    """A window that is no traffic."""
-    listener, runtime.listener = runtime.listener, None
-    runtime.begin_window(prefill=False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        runtime.end_window()
-        runtime.listener = listener
 
 
 def _agrees(model: Any, layer: nn.Module, fast: NativeLayer, rotary: RotaryTable, argument: str) -> bool:

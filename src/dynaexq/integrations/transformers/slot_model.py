@@ -3,8 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,14 +34,9 @@ class SlottedModel:
         self._caches: list[Cache] = []
         self._warm_up()
 
-    @contextmanager
-    def window(self, prefill: bool) -> Iterator[None]:
+    def window(self, prefill: bool) -> AbstractContextManager[None]:
         """One engine step."""
-        self._runtime.begin_window(prefill)
-        try:
-            yield
-        finally:
-            self._runtime.end_window()
+        return self._runtime.window(prefill)
 
     def prefill(self, slot: int, past: int, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens [count] to a sequence: logits of the last [vocabulary]."""
@@ -80,12 +74,8 @@ class SlottedModel:
 
     def _warm_up(self) -> None:
         """Allocate everything with a first token, which is no traffic."""
-        listener, self._runtime.listener = self._runtime.listener, None
-        try:
-            with torch.inference_mode(), self.window(prefill=True):
-                self.prefill(0, 0, torch.zeros(1, dtype=torch.int64))
-        finally:
-            self._runtime.listener = listener
+        with self._runtime.trial(), torch.inference_mode():
+            self.prefill(0, 0, torch.zeros(1, dtype=torch.int64))
         if self._decoder is not None:
             layers = self._cache.layers
             if any(layer.keys is None or layer.keys.dtype != torch.float32 for layer in layers):

@@ -53,6 +53,10 @@ class EmptySource:
     def read_into(self, key: ExpertKey, tier: str, destination: Any) -> None:
         """Leave the zeros."""
 
+    def missing_files(self) -> list[str]:
+        """None."""
+        return []
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -14,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait by spin
 import torch
 from hypothesis import settings
 
+from dynaexq.integrations.transformers.loading import open_experts
+from dynaexq.launch import EMBEDDED_MODEL
+from dynaexq.store import PrepareOptions, prepare_store
+from support.files import silent
 from support.sources import RandomSource
 from support.tiny_models import write_checkpoint
 
@@ -26,6 +30,16 @@ settings.load_profile("dynaexq")
 def checkpoint_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE checkpoint in three shards. Copy it before changing it."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shards=3)
+
+
+@pytest.fixture(scope="session")
+def embedded_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model at four tiers. Copy it before changing it."""
+    root = tmp_path_factory.mktemp("embedded") / "store"
+    prepare_store(
+        open_experts(EMBEDDED_MODEL)[1], root, PrepareOptions(("int2", "int4", "int8", "bf16"), 64, "rtn"), silent
+    )
+    return root
 
 
 @pytest.fixture

@@ -1,28 +1,34 @@
 """The control loop: traffic becomes hotness, hotness a wanted set, the wanted set transitions.
 
-Three drives of the same loop: `thread` (the product: a thread of its own, the token path never waits), `replay`
-(every so many windows, settled before the next: reproducible, for evaluation), `blocking` (the ablation: transitions
-on the token path, waits counted). (dynaexq paper, sections 3 and 4.)
+Four drives of the same loop: `thread` (the product: a thread of its own, the token path never waits), `replay`
+(every so many windows, settled before the next: reproducible, for evaluation), `recorded` (before each window, what an
+earlier run had in it), `blocking` (the ablation: transitions on the token path, waits counted). (dynaexq paper,
+sections 3 and 4.)
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dynaexq.core import OptionError
-from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, select_high
+from dynaexq.core import DynaExqError, OptionError, StoreError
+from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
+from dynaexq.steering import Steering
 from dynaexq.traffic import RoutedLayer, TrafficRecorder, check_signal
+from dynaexq.traffic.version_map import Flags, MapRecorder, RecordedMap
 
-DRIVES = ("thread", "replay", "blocking")
+DRIVES = ("thread", "replay", "recorded", "blocking")
 POLL_SECONDS = 0.005
 """How often reclaiming looks again while windows hold blocks back."""
 
@@ -71,20 +77,28 @@ class ControlLoop:
         options: ControlOptions,
         wake: threading.Event,
         save: Callable[[Scores, int], None] | None = None,
+        record: MapRecorder | None = None,
+        recorded: RecordedMap | None = None,
     ) -> None:
-        """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before."""
+        """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before.
+
+        `record` hears of every window's map; `recorded` says them, in the drive of that name.
+        """
         options.check()
+        assert (recorded is not None) is (options.drive == "recorded")
+        self._record, self._recorded, self._experts = record, recorded, experts
         self.options = options
         self.pipeline = pipeline
         self.recorder = TrafficRecorder(experts.shape, options.signal)
         self.hotness = Hotness(experts.shape.layers, experts.shape.experts, options.hotness)
-        self.routed = self.routed_high = 0.0
+        self.steering = Steering(experts.shape, pipeline.border, options.selection)
+        self.routed, self.routed_high = np.zeros(experts.shape.layers), np.zeros(experts.shape.layers)
         self.ticks = 0
-        self._experts = experts
+        self._orders: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = wake
         self._save = save
         self._next_save = time.monotonic() + SAVE_SECONDS
-        self._saved = 0.0
+        self._saved, self._warned = 0.0, False
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._interval = options.first_interval
@@ -102,6 +116,8 @@ class ControlLoop:
         """Called on the token path as a window opens: waits in the drive `blocking` only."""
         if self._failure is not None:
             raise self._failure
+        if self._recorded is not None:
+            self._move_to(self._recorded.next())
         if self.options.drive == "blocking" and not self._closing.is_set():
             start = time.monotonic()
             self._turn(start)
@@ -116,19 +132,36 @@ class ControlLoop:
             return
         self.recorder.add(layers, prefill, high)
         self._windows += 1
-        if self.options.drive == "thread":
+        if self._record is not None:
+            self._record.note(high)
+        if self.options.drive == "recorded":
+            self._collect()
+        elif self.options.drive == "thread":
             if self._next_tick is None or self.pipeline.busy:  # else the next update comes by itself
                 self._wake.set()
         elif self.options.drive == "replay" and self._windows % self.options.every_windows == 0:
             self.update()
             self._settle()
 
+    def steer(self, change: Callable[[Steering], None]) -> None:
+        """Have the loop's thread make a change, and wait until it is made (not until versions have moved).
+
+        Raises:
+            OptionError: it cannot be had, or this loop has no thread of its own.
+        """
+        self._order(lambda: change(self.steering))
+
+    def save_hotness(self) -> None:
+        """Save what is known by now. Raises OptionError where nothing says where to, StoreError where that fails."""
+        if self._save is None:
+            raise OptionError("no file to save hotness to was named at the start (--state)")
+        self._order(self._save_new_hotness)
+
     def update(self) -> None:
         """One tick: fold traffic in, and renew the wanted set. Called by the thread that owns the pipeline."""
         self._collect()
         scores = self.hotness.scores
-        current = self.pipeline.pending_mask
-        wanted = select_high(scores, current, self._experts.capacity, self.options.selection)
+        wanted = self.steering.choose(scores, self.pipeline.pending_mask)
         self.pipeline.want(wanted, scores)
         self.ticks += 1
 
@@ -143,11 +176,26 @@ class ControlLoop:
         self.pipeline.close()
         self._collect()
         self._save_hotness()
+        if self._record is not None:
+            self._record.close()
 
     @property
     def hot_share_high(self) -> float:
         """Share of all routed traffic so far that ran at the high tier."""
-        return self.routed_high / self.routed if self.routed else 0.0
+        routed = float(self.routed.sum())
+        return float(self.routed_high.sum()) / routed if routed else 0.0
+
+    @property
+    def layer_shares_high(self) -> list[float]:
+        """The same by layer."""
+        shares: list[float] = (self.routed_high / np.maximum(self.routed, 1)).tolist()
+        return shares
+
+    def problems(self) -> list[str]:
+        """What is wrong with moving versions, for people."""
+        if self._failure is not None:
+            return [f"versions move no more: {self._failure}"]
+        return [] if self._closing.is_set() else self.pipeline.problems()
 
     def _run(self) -> None:
         try:
@@ -171,8 +219,9 @@ class ControlLoop:
     def _turn(self, now: float) -> None:
         """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic."""
         self.pipeline.step(now)
+        steered = self._take_orders()
         due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
-        if due:
+        if due or steered:
             self.update()
             self._next_tick = now + self._interval
             self._interval = min(2 * self._interval, self.options.interval)
@@ -181,18 +230,65 @@ class ControlLoop:
             self._save_hotness()
             self._next_save = now + SAVE_SECONDS
 
+    def _order(self, action: Callable[[], None]) -> None:
+        """Run `action` on the loop's thread; raises what it raises."""
+        thread, done = self._thread, Future[None]()
+        if thread is None:
+            raise OptionError("versions of this run do not move in the background, so there is nothing to steer")
+        self._orders.append((action, done))
+        self._wake.set()
+        while not done.done():
+            if not thread.is_alive():
+                raise OptionError("versions move no more; the run is at its end")
+            wait([done], POLL_SECONDS)
+        done.result()
+
+    def _take_orders(self) -> bool:
+        """Make the changes that were asked for; whether there were any."""
+        made = False
+        while self._orders:
+            action, done = self._orders.popleft()
+            try:
+                action()
+            except DynaExqError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+                made = True
+        return made
+
     def _collect(self) -> None:
         traffic = self.recorder.collect()
         if traffic.windows:
             self.hotness.update(traffic.prefill, traffic.decode)
-            self.routed += float(traffic.prefill.sum() + traffic.decode.sum())
-            self.routed_high += float(traffic.high.sum())
+            self.routed += traffic.prefill.sum(1) + traffic.decode.sum(1)
+            self.routed_high += traffic.high.sum(1)
 
     def _save_hotness(self) -> None:
-        """Save what the last save does not have."""
-        if self._save and self.routed > self._saved:
-            self._save(self.hotness.sums, int(self.routed))
-            self._saved = self.routed
+        """Save what the last save does not have; what goes wrong is a warning, once, for serving goes on."""
+        try:
+            self._save_new_hotness()
+        except StoreError as error:
+            if not self._warned:
+                warnings.warn(f"hotness is not kept: {error}", stacklevel=2)
+            self._warned = True
+
+    def _save_new_hotness(self) -> None:
+        self._collect()
+        routed = float(self.routed.sum())
+        if self._save and routed > self._saved:
+            self._save(self.hotness.sums, int(routed))
+            self._saved = routed
+
+    def _move_to(self, high: Flags) -> None:
+        """Have exactly `high` [layers * experts] at the high tier."""
+        wanted = high.reshape(self.hotness.scores.shape)
+        if np.array_equal(wanted, self._experts.high_mask()):
+            return
+        self.pipeline.want(wanted, self.hotness.scores)
+        self._settle()
+        if not np.array_equal(wanted, self._experts.high_mask()):
+            raise StoreError("a version of the recorded map cannot be had: " + "; ".join(self.pipeline.problems()))
 
     def _settle(self) -> None:
         """Step until nothing moves any more."""

@@ -70,13 +70,14 @@ class Residency(Enum):
 
 
 LEGAL_MOVES = {
-    Residency.RESIDENT_LO: {Residency.PROMOTING},
+    Residency.RESIDENT_LO: {Residency.PROMOTING, Residency.EVICTING},
     Residency.PROMOTING: {Residency.RESIDENT_HI, Residency.EVICTING, Residency.RESIDENT_LO},
     Residency.RESIDENT_HI: {Residency.DEMOTING, Residency.EVICTING},
     Residency.DEMOTING: {Residency.EVICTING, Residency.RESIDENT_HI},
     Residency.EVICTING: {Residency.RESIDENT_HI, Residency.RESIDENT_LO},
 }
-"""From -> to. A transfer that fails goes back to where it came from."""
+"""From -> to. A transfer that fails goes back to where it came from; a low version that changes its place is evicted
+from the old one."""
 
 
 NO_BLOCK = (1 << 28) - 1

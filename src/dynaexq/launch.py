@@ -170,6 +170,7 @@ class Opened:
                 self._prepare(cached, wanted, options.memory, progress)
                 model = load(cached)
         launch = Launch(model, runtime_of(model), plan, options.memory, options.dense_form)
+        launch.runtime.mode = plan.mode  # the ablations too, by their names
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
         launch.check_memory()
         return launch
@@ -228,10 +229,12 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
         return DynaExqConfig(mode="static-map", profile=str(options.profile), **common)
     return DynaExqConfig(
         mode="dynaexq",
-        drive="blocking" if plan.mode == "blocking" else options.drive,
+        drive=options.moves,
         tuning=options.make_tuning().changed(),
         state=_text(options.state),
         ranking=_text(options.ranking),
+        record=_text(options.record),
+        replay=_text(options.replay),
         **common,
     )
 

@@ -13,6 +13,7 @@ from dynaexq.formats import TIERS, tier_format, tier_rank
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.traffic import check_state_file
+from dynaexq.traffic.version_map import check_map_file
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,11 +46,18 @@ class LaunchOptions:
     ranking: Path | None = None
     tune: dict[str, Any] = field(default_factory=dict)
     drive: str = "thread"
+    record: Path | None = None
+    replay: Path | None = None
 
     @property
-    def files(self) -> tuple[Path | None, Path | None, Path | None]:
+    def files(self) -> tuple[Path | None, ...]:
         """Files that options name."""
-        return self.profile, self.state, self.ranking
+        return self.profile, self.state, self.ranking, self.record, self.replay
+
+    @property
+    def moves(self) -> str:
+        """What moves versions in the end: the drive of the control loop."""
+        return "blocking" if self.mode == "blocking" else "recorded" if self.replay else self.drive
 
     @property
     def rounding(self) -> str:
@@ -81,8 +89,7 @@ class LaunchOptions:
 
     def make_tuning(self) -> Tuning:
         """The knobs in force. Raises OptionError for impossible or useless ones."""
-        drive = "blocking" if self.mode == "blocking" else self.drive
-        return make_tuning(self.tune, drive, hysteresis=self.mode != "no-hysteresis")
+        return make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
 
     def _check_tiers(self) -> None:
         if self.tier is not None:
@@ -105,12 +112,32 @@ class LaunchOptions:
         if (self.profile is None) != (self.mode != "static-map"):
             raise OptionError("--mode static-map and --map FILE (made by `dynaexq calibrate`) go together")
         if self.mode not in ADAPTIVE:
-            for name in ("state", "ranking", "tune"):
-                if getattr(self, name):
+            for name, value in (
+                ("state", self.state),
+                ("ranking", self.ranking),
+                ("tune", self.tune),
+                ("record-map", self.record),
+                ("replay-map", self.replay),
+            ):
+                if value:
                     raise OptionError(f"--{name} goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
         for name, path in (("map", self.profile), ("ranking", self.ranking)):
             if path is not None and not path.is_file():
                 raise OptionError(f"--{name} {path}: not there, or no regular file; `dynaexq calibrate` makes one")
         if self.state is not None:
             check_state_file(self.state)
+        self._check_maps()
         self.make_tuning()
+
+    def _check_maps(self) -> None:
+        if self.record is not None:
+            check_map_file(self.record)
+        if self.replay is None:
+            return
+        if not self.replay.is_file():
+            raise OptionError(f"--replay-map {self.replay}: not there, or no regular file; --record-map makes one")
+        if self.mode != "dynaexq":
+            raise OptionError(f"--replay-map goes with --mode dynaexq, not '{self.mode}'")
+        for name, value in (("state", self.state), ("ranking", self.ranking), ("record-map", self.record)):
+            if value is not None:
+                raise OptionError(f"--{name} does nothing with --replay-map, which says what is high; leave one out")

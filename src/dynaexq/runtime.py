@@ -12,7 +12,7 @@ import torch
 
 from dynaexq.control import ControlLoop
 from dynaexq.core import ModelShape, Window
-from dynaexq.formats import ExpertFormat
+from dynaexq.formats import ExpertFormat, VersionLayout
 from dynaexq.kernels import ExpertsCall, ExpertsKernel, LayerFunctions
 from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
@@ -28,6 +28,7 @@ class Experts(Protocol):
     shape: ModelShape
     handles: HandleWords
     formats: list[ExpertFormat]
+    layouts: list[VersionLayout]
 
     @property
     def expert_bytes(self) -> int:
@@ -57,6 +58,10 @@ class WindowListener(Protocol):
     @property
     def hot_share_high(self) -> float:
         """Share of routed traffic that ran at the high tier."""
+
+    @property
+    def layer_shares_high(self) -> list[float]:
+        """The same by layer."""
 
     def close(self) -> None:
         """Come to rest."""
@@ -95,6 +100,15 @@ class ExpertRuntime:
         if self.listener:
             return self.listener.hot_share_high
         return 1.0 if self.mode == "full" else 0.0
+
+    @property
+    def layer_shares_high(self) -> list[float] | None:
+        """The same by layer; None where nobody counts."""
+        return self.listener.layer_shares_high if self.listener else None
+
+    def problems(self) -> list[str]:
+        """What is wrong though serving goes on, for people."""
+        return self.control.problems() if self.control else []
 
     def describe_kernel(self) -> dict[str, str | int | None]:
         """The kernel in use: its name, how it rounds activations, its instruction set and threads, why not all layers

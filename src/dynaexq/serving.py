@@ -23,6 +23,7 @@ from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
+from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 from dynaexq.tuning import Tuning
 
 LoadProgress = Callable[[int, int], None]
@@ -50,6 +51,8 @@ class Adaptive:
         drive: see control.py.
         state: traffic profile that is read at the start, if there, and kept up to date: hotness over restarts.
         ranking: traffic profile for a first start without state.
+        record: version map to write.
+        replay: version map to follow, with the drive `recorded`.
     """
 
     tiers: tuple[str, str]
@@ -58,6 +61,8 @@ class Adaptive:
     tuning: Tuning = field(default_factory=Tuning)
     state: Path | None = None
     ranking: Path | None = None
+    record: Path | None = None
+    replay: Path | None = None
 
 
 def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
@@ -84,7 +89,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     """Router traffic decides which experts are high.
 
     Raises:
-        StoreError: the ranking is damaged or of another model; see serve_uniform. Such a state is only warned of.
+        StoreError: the ranking, or a version map to follow, is damaged or of another model; see serve_uniform. Such a
+            state is only warned of.
     """
     source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
     if adaptive.state is not None:
@@ -92,13 +98,24 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     options = tuning.control(adaptive.drive)
     known, before = _read_hotness(adaptive, source, options.hotness)
     plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
+    recorded = RecordedMap.load(adaptive.replay, source.fingerprint, tiers, source.shape) if adaptive.replay else None
+    if recorded:
+        recorded.check_capacity(plan.capacity)
     experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
     link = load_versions(experts, source, tiers, pick_hottest(known.scores, plan.capacity), serving.progress)
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
     pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
-    control = ControlLoop(experts, pipeline, options, wake, save)
+    record = None
+    if adaptive.record is not None:
+        check_map_file(adaptive.record)
+        slots, shape = plan.capacity.tolist(), source.shape
+        head = MapHead(
+            fingerprint=source.fingerprint, tiers=tiers, layers=shape.layers, experts=shape.experts, capacity=slots
+        )
+        record = MapRecorder(adaptive.record, head)
+    control = ControlLoop(experts, pipeline, options, wake, save, record, recorded)
     control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
@@ -107,7 +124,7 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
 
 
 class StateSaver:
-    """Writes hotness to a file; what goes wrong is a warning, once, for serving goes on."""
+    """Writes hotness to a file."""
 
     def __init__(self, path: Path, fingerprint: str, signal: str, before: int) -> None:
         """`before` router selections were counted in earlier runs."""
@@ -115,16 +132,10 @@ class StateSaver:
         self._path = path.resolve()  # a link stays a link, and what it points to is replaced
         self._fingerprint = fingerprint
         self._signal = signal
-        self._warned = False
 
     def save(self, sums: Scores, routed: int) -> None:
-        """Replace the file by hotness [layers, experts] from `routed` router selections."""
-        try:
-            TrafficProfile.of(self._fingerprint, self._signal, sums, self._before + routed, []).save(self._path)
-        except StoreError as error:
-            if not self._warned:
-                warnings.warn(f"hotness is not kept: {error}", stacklevel=2)
-            self._warned = True
+        """Replace the file by hotness [layers, experts] from `routed` router selections. Raises StoreError."""
+        TrafficProfile.of(self._fingerprint, self._signal, sums, self._before + routed, []).save(self._path)
 
 
 def plan_for(

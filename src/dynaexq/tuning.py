@@ -98,6 +98,7 @@ KNOBS = tuple(field.name for field in fields(Tuning))
 IDLE_KNOBS = {
     "thread": ("every_windows",),
     "blocking": ("every_windows", "rate_gbps"),
+    "recorded": tuple(name for name in KNOBS if name not in ("layout", "spare")),
     "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps"),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
@@ -105,6 +106,7 @@ IDLE_KNOBS = {
 MOVES = {
     "thread": "versions move in the background",
     "blocking": "passes wait for every move",
+    "recorded": "versions move as they were recorded",
     "replay": "versions move between passes, and settle before the next",
 }
 HYSTERESIS_KNOBS = ("margin", "rank_slack")

@@ -17,7 +17,7 @@ from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.layout import PoolPlan
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
-from dynaexq.residency.versions import VersionedExperts, load_versions
+from dynaexq.residency.versions import HIGH, LOW, VersionedExperts, load_versions
 
 SHAPE = ModelShape(2, 4, ExpertShape(64, 32))
 TIERS = ("int4", "int2")
@@ -39,6 +39,10 @@ class PatternSource:
 
     def read_into(self, key: ExpertKey, tier: str, destination: Any) -> None:
         destination[:] = pattern(key, tier)
+
+    def missing_files(self) -> list[str]:
+        """None."""
+        return []
 
     def close(self) -> None:
         """Nothing is open."""
@@ -68,12 +72,13 @@ class Pipeline(RuleBasedStateMachine):
     )
     def start(self, capacity: list[int], keep_low: bool, in_flight: int, rate: float | None, spare: int) -> None:
         self.experts = build(capacity, keep_low, spare)
+        self.budget = self.experts._budget
         self.engine = FakeCopyEngine()
         self.reports: list[str] = []
         self.pipeline = TransitionPipeline(
             self.experts, PatternSource(), TIERS, self.engine, RateLimit(rate, in_flight), self.reports.append
         )
-        self.in_flight = in_flight
+        self.in_flight, self.most = in_flight, np.array(capacity)
         self.now = 0.0
         self.windows: list[tuple[Any, Any, list[int]]] = []
         self.random = np.random.default_rng(0)
@@ -85,6 +90,10 @@ class Pipeline(RuleBasedStateMachine):
         for layer, slots in enumerate(self.experts.capacity):
             wanted[layer, np.argsort(-scores[layer])[: int(slots)]] = True
         self.pipeline.want(wanted, scores)
+
+    @rule(shares=st.lists(st.integers(0, 4), min_size=2, max_size=2))
+    def resize(self, shares: list[int]) -> None:
+        self.pipeline.border.want(np.minimum(shares, self.most))
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 100.0]))
     def step(self, seconds: float) -> None:
@@ -115,8 +124,8 @@ class Pipeline(RuleBasedStateMachine):
             return
         self.experts.check_integrity()
         for pool in self.experts.pools:  # whatever is free may be overwritten at any time
-            for block in pool._free:
-                self.experts.arena.host_view(pool.base + block * pool.block_bytes, pool.block_bytes)[:] = POISON
+            for offset in pool.free_offsets:
+                self.experts.arena.host_view(offset, pool.block_bytes)[:] = POISON
         now = self.experts.handles.pin()
         for _, words, pinned in [*self.windows, (*now, now[1].tolist())]:
             assert words.tolist() == pinned
@@ -135,8 +144,15 @@ class Pipeline(RuleBasedStateMachine):
         for window, *_ in self.windows:
             self.experts.handles.release(window)
         self.windows = []
+        self.settle()
+        for capacity in (np.zeros_like(self.most), self.most):
+            self.pipeline.border.want(capacity)
+            self.settle()
+        self.every_window_reads_complete_versions()
+
+    def settle(self) -> None:
+        """Copies succeed until nothing is left to do."""
         self.want(7)
-        scores = np.random.default_rng(7).random((SHAPE.layers, SHAPE.experts))
         for _ in range(200):
             self.now += 100.0
             self.pipeline.step(self.now)
@@ -145,10 +161,14 @@ class Pipeline(RuleBasedStateMachine):
             if self.pipeline.idle:
                 break
         assert self.pipeline.idle
+        scores = np.random.default_rng(7).random((SHAPE.layers, SHAPE.experts))
         for layer, slots in enumerate(self.experts.capacity):
             hottest = set(np.argsort(-scores[layer])[: int(slots)])
             assert set(np.flatnonzero(self.experts.high_mask()[layer])) == hottest
-        self.every_window_reads_complete_versions()
+        high, low = (self.experts.layouts[pool].extent_bytes for pool in (HIGH, LOW))
+        given_up = int(self.most.sum() - self.experts.capacity.sum())
+        each = high if self.experts.keep_low else high - low
+        assert self.experts.expert_bytes == self.experts.arena.nbytes - given_up * each == self.budget.used
 
 
 TestPipeline = Pipeline.TestCase

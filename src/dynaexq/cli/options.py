@@ -15,6 +15,7 @@ from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.integrations.transformers.kept import KV_DTYPES
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
 from dynaexq.launch_options import DEFAULT_DENSE, PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
@@ -58,6 +59,14 @@ RankingOption = Annotated[
     Path | None,
     typer.Option(help="Start from a profile made by `dynaexq calibrate` (a --state wins).", show_default=False),
 ]
+RecordMapOption = Annotated[
+    Path | None,
+    typer.Option(help="Write down which experts were high in every pass, to repeat the run.", show_default=False),
+]
+ReplayMapOption = Annotated[
+    Path | None,
+    typer.Option(help="Have the experts high that --record-map wrote down, pass by pass.", show_default=False),
+]
 TuneOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -94,6 +103,13 @@ ContextOption = Annotated[
         show_default=False,
     ),
 ]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Keys and values: {', '.join(KV_DTYPES)}. [default: as --dtype]",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; - is stdout.", show_default=False),
@@ -125,6 +141,8 @@ def read_request(
     map: MapOption = None,
     state: StateOption = None,
     ranking: RankingOption = None,
+    record_map: RecordMapOption = None,
+    replay_map: ReplayMapOption = None,
     tune: TuneOption = None,
     dtype: DtypeOption = "float32",
     kernel: KernelOption = "native",
@@ -153,10 +171,14 @@ def read_request(
         ranking=ranking,
         tune=parse_tuning(tune or []),
         drive=drive,
+        record=record_map,
+        replay=replay_map,
     )
     options.check()
     if state is not None:
-        check_output("--state", state, map, ranking)
+        check_output("--state", state, map, ranking, record_map)
+    if record_map is not None:
+        check_output("--record-map", record_map, map, ranking, state)
     name = pick_model(model, demo)
     if demo and mode in ("auto", "uniform", *PAIRED) and memory is None and expert_memory is None:
         options = replace(options, expert_memory=DEMO_EXPERT_MEMORY)

@@ -21,6 +21,9 @@ class Arena(Protocol):
     def host_view(self, offset: int, nbytes: int) -> Bytes:
         """The same bytes, writable by host code (a staging buffer where the device is not the host)."""
 
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give whole pages back to the system: they read as zeros, and come back as they are written."""
+
     def close(self) -> None:
         """Give the memory back. No view may be used afterwards."""
 

@@ -19,6 +19,9 @@ class Completion(NamedTuple):
 class CopyEngine(Protocol):
     """Runs copies one after the other, away from the token path. Submitting and polling never block."""
 
+    busy_seconds: float
+    """Spent in copies that ended."""
+
     def submit(self, ticket: int, nbytes: int, copy: Callable[[], None]) -> None:
         """Queue one copy of `nbytes`; it is complete when the call returns, failed when it raises."""
 
@@ -42,6 +45,7 @@ class ThreadCopyEngine:
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._on_completion = on_completion
         self._closing = threading.Event()
+        self.busy_seconds = 0.0
         self._worker = threading.Thread(target=self._run, name="dynaexq-copy", daemon=True)
         self._worker.start()
 
@@ -70,5 +74,6 @@ class ThreadCopyEngine:
                 error = raised
             if self._bytes_per_second is not None:
                 self._closing.wait(start + nbytes / self._bytes_per_second - time.monotonic())
+            self.busy_seconds += time.monotonic() - start
             self._done.put(Completion(ticket, error))
             self._on_completion()

@@ -30,6 +30,9 @@ class CpuArena:
     def host_view(self, offset: int, nbytes: int) -> Bytes:
         return self._bytes[offset : offset + nbytes]
 
+    def release(self, offset: int, nbytes: int) -> None:
+        self._mapping.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
     def close(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._bytes = np.empty(0, np.uint8)

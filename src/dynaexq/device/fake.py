@@ -13,6 +13,7 @@ class FakeCopyEngine:
     def __init__(self) -> None:
         self.running: dict[int, Callable[[], None]] = {}
         self._ended: list[Completion] = []
+        self.busy_seconds = 0.0
 
     def submit(self, ticket: int, nbytes: int, copy: Callable[[], None]) -> None:
         self.running[ticket] = copy

@@ -37,6 +37,9 @@ class VersionSource(Protocol):
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         """Fill `destination` (uint8 [extent_bytes]) with a verified version. Raises StoreError or CheckpointError."""
 
+    def missing_files(self) -> list[str]:
+        """Files behind the source that are gone (what is open can still be read, but not after a restart)."""
+
     def close(self) -> None:
         """Close the files behind the source."""
 
@@ -78,6 +81,7 @@ class ExpertArena:
         self.layouts = [VersionLayout.of(fmt, shape.expert) for fmt in formats]
         self.handles = HandleWords(shape.layers * shape.experts)
         self.pools: list[BlockPool] = []
+        self._released = 0
         self.arena: Arena
 
     def allocate(self, nbytes: int, device: Device, budget: BudgetTracker) -> None:
@@ -86,6 +90,20 @@ class ExpertArena:
             raise MemoryLimitError(f"{nbytes} bytes of experts are more than a handle can address ({MAX_ARENA_BYTES})")
         budget.reserve("experts", nbytes)
         self.arena = device.allocate(nbytes)
+        self._budget = budget
+
+    def release_memory(self, offset: int, nbytes: int) -> None:
+        """Give pages of the arena, and their part of the budget, back."""
+        self.arena.release(offset, nbytes)
+        self._budget.release("experts", nbytes)
+        self._released += nbytes
+
+    def regain_memory(self, nbytes: int) -> bool:
+        """Reserve what was given back again; False where the budget has no room for it."""
+        if not self._budget.try_reserve("experts", nbytes):
+            return False
+        self._released -= nbytes
+        return True
 
     @property
     def expert(self) -> ExpertShape:
@@ -94,8 +112,8 @@ class ExpertArena:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the arena."""
-        return self.arena.nbytes
+        """Bytes of the arena that are in use."""
+        return self.arena.nbytes - self._released
 
     @property
     def bits_per_weight(self) -> float:

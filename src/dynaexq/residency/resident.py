@@ -73,6 +73,6 @@ class ResidentExperts(ExpertArena):
         for key, handle in handles.items():
             pool = self._pool(key)
             assert handle.format_index == self.format_index[self.tiers[key]]
-            assert 0 <= handle.offset - pool.base < pool.capacity * pool.block_bytes
+            assert pool.holds(handle.offset)
         for pool in self.pools:
             pool.check_integrity()

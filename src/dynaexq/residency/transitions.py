@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynaexq.core import ExpertKey, OptionError, Residency
 from dynaexq.device.copies import CopyEngine
 from dynaexq.residency.arena import VersionSource
+from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
 
 RESTING = {HIGH: Residency.RESIDENT_HI, LOW: Residency.RESIDENT_LO}
@@ -51,6 +52,13 @@ class RateLimit:
             raise OptionError(f"a rate of {self.bytes_per_second:g} bytes per second: no version could ever move")
 
 
+class LinkUse(NamedTuple):
+    """Bytes per second that background copies may take (None: no bound), and seconds that copies took so far."""
+
+    limit: float | None
+    busy_seconds: float
+
+
 class TransitionPipeline:
     """Moves experts toward a wanted high set. Every method is called by the control thread."""
 
@@ -65,6 +73,8 @@ class TransitionPipeline:
     ) -> None:
         limit.check()
         self.counters = Counters()
+        self.border = PoolBorder(experts)
+        self.promotions_by_layer, self.demotions_by_layer = (np.zeros(experts.shape.layers, np.int64) for _ in range(2))
         self._experts = experts
         self._source = source
         self._tiers = tiers
@@ -113,6 +123,30 @@ class TransitionPipeline:
             mask[key] = self._experts.entries[key].state is Residency.PROMOTING
         return mask
 
+    @property
+    def moving(self) -> list[ExpertKey]:
+        """Experts with a version on its way. This and the next may be read by any thread."""
+        return list(self._in_flight.values())
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that wait for windows which can still read them."""
+        return len(self._experts.retired)
+
+    def problems(self) -> list[str]:
+        """What keeps versions from moving, for people."""
+        problems = []
+        if missing := self._source.missing_files():
+            problems.append(f"{len(missing)} files of expert versions are gone or replaced, such as {missing[0]}")
+        if failing := list(self._retry):
+            problems.append(f"{len(failing)} experts could not be moved when last tried; they stay as they are")
+        return problems
+
+    @property
+    def link(self) -> LinkUse:
+        """How busy the way into the arena has been."""
+        return LinkUse(self._limit.bytes_per_second, self._engine.busy_seconds)
+
     def next_try(self) -> float | None:
         """When a transition can start that the last step held back for rate or back-off; None: none was held back."""
         if len(self._in_flight) >= self._limit.in_flight:
@@ -132,6 +166,7 @@ class TransitionPipeline:
         self._stepped = now
         self._take_completions(now)
         self.counters.evictions += self._experts.reclaim()
+        self.border.step()
         self._admit(now)
 
     def _take_completions(self, now: float) -> None:
@@ -145,8 +180,7 @@ class TransitionPipeline:
             self._retry.pop(key, None)
             self._experts.finish(key)
             self.counters.bytes_moved += self._experts.layouts[HIGH if promoting else LOW].extent_bytes
-            self.counters.promotions += promoting
-            self.counters.demotions += not promoting
+            self._count(key, promoting)
 
     def _admit(self, now: float) -> None:
         """Demotions first: their blocks make promotions feasible."""
@@ -187,8 +221,13 @@ class TransitionPipeline:
         state = self._experts.entries[key].state
         if state is Residency.RESIDENT_HI:
             self._experts.drop_high(key)
-            self.counters.demotions += 1
+            self._count(key, promoted=False)
         return state in RESTING.values()
+
+    def _count(self, key: ExpertKey, promoted: bool) -> None:
+        self.counters.promotions += promoted
+        self.counters.demotions += not promoted
+        (self.promotions_by_layer if promoted else self.demotions_by_layer)[key.layer] += 1
 
     def _submit(self, key: ExpertKey, pool: int, offset: int, now: float) -> None:
         destination = self._experts.destination(pool, offset)

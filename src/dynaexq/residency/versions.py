@@ -58,7 +58,7 @@ class VersionedExperts(ExpertArena):
         """Reserve and allocate the arena. Raises MemoryLimitError when it does not fit the budget."""
         super().__init__(source.shape, [source.format(tier) for tier in tiers])
         assert [layout.extent_bytes for layout in self.layouts] == [plan.high_bytes, plan.low_bytes]
-        self.capacity = plan.capacity
+        self.capacity = self._most = plan.capacity
         self.keep_low = plan.keep_low
         high_end = plan.high_bytes * plan.high_blocks
         self.pools = [
@@ -136,6 +136,27 @@ class VersionedExperts(ExpertArena):
         assert self.keep_low and entry.blocks[LOW] is not None
         self._retire(key, entry, HIGH, self._publish(key, LOW))
 
+    def resting_low(self, offsets: set[int]) -> list[ExpertKey]:
+        """Experts at rest whose low version is in one of the blocks at `offsets`."""
+        return [
+            key
+            for key, entry in self.entries.items()
+            if entry.state is Residency.RESIDENT_LO and entry.blocks[LOW] in offsets
+        ]
+
+    def relocate(self, key: ExpertKey) -> bool:
+        """Copy the low version of an expert at rest to a free low block and retire its old one; False: none is free."""
+        entry = self.entries[key]
+        old, new = entry.blocks[LOW], self.pools[LOW].take()
+        assert entry.state is Residency.RESIDENT_LO and old is not None
+        if new is None:
+            return False
+        self.destination(LOW, new)[:] = self.destination(LOW, old)
+        entry.blocks[LOW] = new
+        self._move(entry, Residency.EVICTING)
+        self.retired.append(Retired(key, LOW, old, self._publish(key, LOW)))
+        return True
+
     def reclaim(self) -> int:
         """Free retired blocks that no live window can reach; returns how many."""
         freed = 0
@@ -147,7 +168,7 @@ class VersionedExperts(ExpertArena):
             entry = self.entries[item.key]
             self.pools[item.pool].give_back(item.offset)
             self._high_counts[item.key.layer] -= item.pool == HIGH
-            self._move(entry, Residency.RESIDENT_LO if item.pool == HIGH else Residency.RESIDENT_HI)
+            self._move(entry, Residency.RESIDENT_LO if entry.blocks[HIGH] is None else Residency.RESIDENT_HI)
             freed += 1
         return freed
 
@@ -181,7 +202,7 @@ class VersionedExperts(ExpertArena):
             highs[item.key.layer] += item.pool == HIGH
             assert self.entries[item.key].state is Residency.EVICTING
         assert len(self.retired) == sum(entry.state is Residency.EVICTING for entry in self.entries.values())
-        assert np.array_equal(highs, self._high_counts) and (highs <= self.capacity).all()
+        assert np.array_equal(highs, self._high_counts) and (highs <= self._most).all()
         for blocks, offsets in zip(self.pools, held, strict=True):
             blocks.check_integrity()
             assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"

@@ -119,6 +119,17 @@ class ExpertStore:
         """Relative weight error of every version of `tier`: [layers][experts]."""
         return [self._open_layer(layer, tier).errors for layer in range(self.shape.layers)]
 
+    def missing_files(self) -> list[str]:
+        """Layer files in use that are no longer where they were opened."""
+
+        def same(path: Path, descriptor: int) -> bool:
+            try:
+                return os.path.samestat(path.stat(), os.fstat(descriptor))
+            except OSError:
+                return False
+
+        return [str(file.path) for file, descriptor in list(self._files.values()) if not same(file.path, descriptor)]
+
     def close(self) -> None:
         """Close the layer files."""
         while self._files:

@@ -16,7 +16,7 @@ class TrafficMeter:
     def __init__(self, shape: ModelShape, signal: str = "count") -> None:
         """`signal` is `count` or `mass`. Raises OptionError for others."""
         self.sums = np.zeros((shape.layers, shape.experts))
-        self.routed_high = 0.0
+        self._high = np.zeros(shape.layers)
         self._recorder = TrafficRecorder(shape, signal)
 
     def before_window(self) -> None:
@@ -27,12 +27,18 @@ class TrafficMeter:
         self._recorder.add(layers, prefill, high)
         traffic = self._recorder.collect()
         self.sums += traffic.prefill + traffic.decode
-        self.routed_high += float(traffic.high.sum())
+        self._high += traffic.high.sum(1)
 
     @property
     def hot_share_high(self) -> float:
         """Share of traffic that ran at the high tier."""
-        return self.routed_high / total if (total := float(self.sums.sum())) else 0.0
+        return float(self._high.sum()) / total if (total := float(self.sums.sum())) else 0.0
+
+    @property
+    def layer_shares_high(self) -> list[float]:
+        """The same by layer."""
+        shares: list[float] = (self._high / np.maximum(self.sums.sum(1), 1)).tolist()
+        return shares
 
     def close(self) -> None:
         """Nothing is open."""

@@ -32,10 +32,12 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         high, low: for `dynaexq` and `static-map`; from a store their defaults are its highest and lowest tier.
         expert_memory: for these two: bytes of the expert pools, which decide how many experts can be high.
         profile: for `static-map`: file made by `dynaexq calibrate`.
-        drive: for `dynaexq`: `thread`, `replay` or `blocking` (see control.py).
+        drive: for `dynaexq`: `thread`, `replay`, `recorded` or `blocking` (see control.py).
         tuning: for `dynaexq`: values by knob (see tuning.py).
         state: for `dynaexq`: file that keeps hotness over restarts, read if it is there and written as traffic comes.
         ranking: for `dynaexq`: file made by `dynaexq calibrate`, for a first start.
+        record: for `dynaexq`: file to write the version map of every window to.
+        replay: for the drive `recorded`: such a file, to be followed.
         tier: for `static`: bf16, int8, int4, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
@@ -71,6 +73,8 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         tuning: dict[str, Any] | None = None,
         state: str | None = None,
         ranking: str | None = None,
+        record: str | None = None,
+        replay: str | None = None,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -81,7 +85,8 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if mode == "full" and tier is not None:
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
         paired = {"high": high, "low": low, "expert_memory": expert_memory}
-        adaptive = {"drive": drive != "thread" or None, "tuning": tuning, "state": state, "ranking": ranking}
+        maps = {"record": record, "replay": replay}
+        adaptive = {"drive": drive != "thread" or None, "tuning": tuning, "state": state, "ranking": ranking, **maps}
         if mode in PAIRED:
             if tier is not None:
                 raise OptionError(f"mode '{mode}' takes high and low, not tier")
@@ -91,6 +96,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             _refuse(paired, mode, "modes 'dynaexq' and 'static-map'")
         if mode != "dynaexq":
             _refuse(adaptive, mode, "mode 'dynaexq'")
+        _check_replay(replay, drive)
         if (mode == "static-map") != (profile is not None):
             raise OptionError("mode 'static-map' and a profile go together")
         for name in (tier, high, low):
@@ -117,8 +123,8 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.profile = profile
         self.drive = drive
         self.tuning = tuning or {}
-        self.state = state
-        self.ranking = ranking
+        self.state, self.ranking = state, ranking
+        self.record, self.replay = record, replay
         self.make_tuning()
 
     def make_tuning(self) -> Tuning:
@@ -138,6 +144,11 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         for name in STORE_DECIDES:
             if getattr(self, name) is not None:
                 raise OptionError(f"{name} was decided when {where} was prepared; leave it out")
+
+
+def _check_replay(replay: str | None, drive: str) -> None:
+    if (replay is not None) != (drive == "recorded"):
+        raise OptionError("replay and the drive 'recorded' go together")
 
 
 def _refuse(values: dict[str, Any], mode: str, other: str) -> None:

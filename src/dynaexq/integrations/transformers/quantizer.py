@@ -125,8 +125,9 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         if config.mode == "static-map":
             assert config.profile is not None
             return serve_map(serving, tiers, config.expert_memory, Path(config.profile))
-        state, ranking = (None if path is None else Path(path) for path in (config.state, config.ranking))
-        adaptive = Adaptive(tiers, config.expert_memory, config.drive, config.make_tuning(), state, ranking)
+        names = config.state, config.ranking, config.record, config.replay
+        files = (None if name is None else Path(name) for name in names)
+        adaptive = Adaptive(tiers, config.expert_memory, config.drive, config.make_tuning(), *files)
         return serve_adaptive(serving, adaptive)
 
     def _tier_pair(self) -> tuple[str, str]:

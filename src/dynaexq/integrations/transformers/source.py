@@ -189,6 +189,11 @@ class QuantisingExperts:
         version = encode(self._experts.read(key), self.format(tier), self.shape.expert, self._quantizer)
         destination[:] = version.block.numpy()
 
+    def missing_files(self) -> list[str]:
+        """Shards that are gone."""
+        files = {tensor.file for tensor in self._experts.checkpoint.tensors.values()}
+        return sorted(str(file) for file in files if not file.exists())
+
     def close(self) -> None:
         """Close the checkpoint's files."""
         self._experts.checkpoint.close()

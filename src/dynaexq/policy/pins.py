@@ -1,0 +1,26 @@
+"""Experts that people hold at a tier, whatever traffic says."""
+
+from __future__ import annotations
+
+from dynaexq.policy.hotness import Scores
+from dynaexq.policy.selection import Counts, Mask, SelectionOptions, pick_hottest, select_high
+
+NEVER = -1.0
+"""A score below all others: hotness is not negative."""
+
+
+def select_beside_pins(
+    scores: Scores, current: Mask, capacity: Counts, options: SelectionOptions | None, high: Mask, low: Mask
+) -> Mask:
+    """The wanted high set: all of `high`, none of `low`, and of the others what `select_high` says for the slots left.
+
+    Args:
+        options: None picks the hottest afresh, whoever is high now.
+        high, low: disjoint, [layers, experts]; `high` is within `capacity` [layers].
+    """
+    pinned = high | low
+    left, others = capacity - high.sum(1), scores if not pinned.any() else scores.copy()
+    others[pinned] = NEVER
+    if options is None:
+        return (pick_hottest(others, left) & ~pinned) | high
+    return select_high(others, current & ~pinned, left, options) | high

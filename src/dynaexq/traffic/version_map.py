@@ -1,0 +1,165 @@
+"""Which experts were high in every window of a run, in a file: a run that can be repeated to the bit.
+
+One JSON object a line: what the map is of, then every change (`window`, experts that went `up` and `down`, numbered as
+ModelShape.index does), at the end the number of windows. A killed run leaves a map without an end, which is no map.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dynaexq.core import ModelShape, OptionError, StoreError
+
+MAP_VERSION = 1
+BEGINNING = '{"version_map":'
+MAX_LINE_BYTES = 16 << 20
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = list[Annotated[int, Field(ge=0)]]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class MapHead(_Line):
+    """What a map is of."""
+
+    version_map: int = MAP_VERSION
+    fingerprint: str
+    tiers: tuple[str, str]
+    layers: int
+    experts: int
+    capacity: list[int]
+
+
+class _Change(_Line):
+    window: Annotated[int, Field(ge=0)]
+    up: Numbers
+    down: Numbers
+
+
+class _End(_Line):
+    windows: Annotated[int, Field(ge=0)]
+
+
+def check_map_file(path: Path) -> None:
+    """Raise OptionError unless `path` can be written to: absent, empty, or a version map."""
+    try:
+        if path.exists():
+            if not path.is_file():
+                raise OptionError(f"record-map {path}: it is there, and no regular file; name another")
+            with path.open("rb") as file:
+                found = file.read(len(BEGINNING))
+            if found and found != BEGINNING.encode():
+                raise OptionError(f"record-map {path}: it is there, and was never a version map; name another file")
+        elif not path.resolve().parent.is_dir():
+            raise OptionError(f"record-map {path}: not a file in an existing directory")
+    except (OSError, RuntimeError) as error:  # names too long, unreadable files, loops of links
+        raise OptionError(f"record-map {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+class MapRecorder:
+    """Writes the map of a run, window by window. Called by one thread."""
+
+    def __init__(self, path: Path, head: MapHead) -> None:
+        """Begin the file. Raises StoreError where it cannot be written."""
+        self._path = path
+        self._last: Flags = np.zeros(head.layers * head.experts, np.bool_)
+        self._windows = 0
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        self._write(head)
+
+    def note(self, high: Flags) -> None:
+        """One window ran with `high` [layers * experts]. Raises StoreError where the disk is full."""
+        if not np.array_equal(high, self._last):
+            up, down = (np.flatnonzero(moved).tolist() for moved in (high & ~self._last, self._last & ~high))
+            self._write(_Change(window=self._windows, up=up, down=down))
+            self._last = high.copy()
+        self._windows += 1
+
+    def close(self) -> None:
+        """Write the end; further calls do nothing."""
+        if not self._file.closed:
+            self._write(_End(windows=self._windows))
+            self._file.close()
+
+    def _write(self, line: BaseModel) -> None:
+        try:
+            self._file.write(line.model_dump_json() + "\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+
+class RecordedMap:
+    """The map of an earlier run, window by window."""
+
+    def __init__(self, path: Path, head: MapHead, changes: list[_Change], windows: int) -> None:
+        self.head, self.windows = head, windows
+        self._path = path
+        self._maps = self._replay(changes)
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: str, tiers: tuple[str, str], shape: ModelShape) -> RecordedMap:
+        """Read a map of this model at these tiers.
+
+        Raises:
+            StoreError: missing, damaged, without an end, or of something else.
+        """
+        try:
+            with path.open(encoding="utf-8") as file:
+                lines = [json.loads(line) for line in iter(lambda: file.readline(MAX_LINE_BYTES), "")]
+            head = MapHead.model_validate(lines[0])
+            end = _End.model_validate(lines[-1])
+            changes = [_Change.model_validate(line) for line in lines[1:-1]]
+        except OSError as error:
+            raise StoreError(f"cannot read the version map {path}: {error.strerror or error}") from error
+        except (ValueError, ValidationError, IndexError) as error:
+            raise StoreError(f"{path} is no whole version map, as --record-map makes them") from error
+        if (head.fingerprint, head.layers, head.experts) != (fingerprint, shape.layers, shape.experts):
+            raise StoreError(f"{path} is the version map of another model")
+        if head.tiers != tiers:
+            raise StoreError(
+                f"{path} was recorded at {head.tiers[0]} and {head.tiers[1]}, this run has {tiers[0]} and {tiers[1]}; "
+                "give the same --high and --low"
+            )
+        return cls(path, head, changes, end.windows)
+
+    def check_capacity(self, capacity: Any) -> None:
+        """Raise StoreError unless every recorded map fits into `capacity` [layers] high slots."""
+        if (np.array(self.head.capacity) > capacity).any():
+            raise StoreError(
+                f"{self._path} was recorded with {sum(self.head.capacity)} high slots, this run has {capacity.sum()}; "
+                "give the same --expert-memory"
+            )
+
+    def next(self) -> Flags:
+        """High experts [layers * experts] of the next window. Raises StoreError past the end."""
+        try:
+            return next(self._maps)
+        except StopIteration:
+            raise StoreError(
+                f"{self._path} ends after {self.windows} windows, and this run goes on; repeat the run it was made by"
+            ) from None
+
+    def _replay(self, changes: list[_Change]) -> Iterator[Flags]:
+        high: Flags = np.zeros(self.head.layers * self.head.experts, np.bool_)
+        coming = iter([*changes, None])
+        change = next(coming)
+        for window in range(self.windows):
+            if change is not None and change.window == window:
+                try:
+                    high[change.up], high[change.down] = True, False
+                except IndexError as error:
+                    raise StoreError(f"{self._path}: window {window} names an expert that is not there") from error
+                change = next(coming)
+            yield high.copy()

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dynaexq.core import DynaExqError, OptionError
 from dynaexq.engine import Engine, EngineOptions, Event, Finish, FinishEvent, Observer, Request, Sampling
 from dynaexq.engine.text import AnswerText
+from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.prompts import Message, PromptEncoder
-from dynaexq.integrations.transformers.sampling import make_warper
+from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.integrations.transformers.slot_model import SlottedModel
 from dynaexq.launch import Launch, Opened
 from dynaexq.launch_options import DTYPES, LaunchOptions
@@ -50,6 +53,7 @@ class LLM:
         *,
         slots: int = 4,
         context: int | None = None,
+        kv_dtype: str | None = None,
         engine: EngineOptions | None = None,
         observer: Observer | None = None,
         progress: Progress | None = None,
@@ -58,6 +62,7 @@ class LLM:
     ) -> None:
         """Plan, prepare what the plan calls for, load, and start the engine.
 
+        `kv_dtype` is what keys and values are kept in: float32, float16, bfloat16 or int8; None is the model's own.
         `launch` are options of `LaunchOptions` by name, such as `mode`, `tier`, and `memory` in bytes or as "12G".
 
         Raises:
@@ -74,10 +79,13 @@ class LLM:
             raise OptionError(f"slots is {slots} and context {context}; at least 1, and 2 to {most}")
         room = min(context or DEFAULT_CONTEXT, most)
         tokens = min(max(limits.chunk, limits.step_tokens), room) + slots
-        work = Workload(tokens, room, slots, slots + 1, DTYPES[options.dtype].itemsize, kv_cache=True)
+        kept, element = kept_dtype(kv_dtype, DTYPES[options.dtype]), DTYPES[options.dtype].itemsize
+        scale = 4 if kept is torch.int8 else 0
+        work = Workload(tokens, room, slots, slots + 1, element, True, kept.itemsize, scale)
         self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
         self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
-        self.engine = Engine(SlottedModel(self.launch.model, slots, room), make_warper, limits, observer)
+        slotted = SlottedModel(self.launch.model, slots, room, kv_dtype)
+        self.engine = Engine(slotted, TransformersWarper, limits, observer)
         self.engine.start()
 
     def generate(self, prompt: str, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Any) -> Answer:

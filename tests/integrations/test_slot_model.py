@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 
+from dynaexq.core import OptionError
 from dynaexq.engine import Engine, EngineOptions, FinishEvent, Request
 from dynaexq.integrations.transformers import runtime_of
+from dynaexq.integrations.transformers.kept import Kept, kept_dtype
 from dynaexq.integrations.transformers.loading import quiet_transformers
-from dynaexq.integrations.transformers.sampling import make_warper
+from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.integrations.transformers.slot_model import WHOLE_PROMPTS, SlottedModel
 from support.tiny_models import FAMILIES, load, write_checkpoint
 
@@ -66,7 +68,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     expected = [alone(plain, prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
     model = load(root)
     for options in (EngineOptions(), EngineOptions(step_tokens=16, chunk=16, reuse=False)):
-        engine = Engine(SlottedModel(model, slots=3, room=128), make_warper, options)
+        engine = Engine(SlottedModel(model, slots=3, room=128), TransformersWarper, options)
         assert serve(engine, PROMPTS, COUNTS, every=2) == expected
     assert engine.model.chunked is (family not in WHOLE_PROMPTS)
 
@@ -74,7 +76,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "qwen3_next"])
 def test_reused_beginnings_change_nothing(family: str, tmp_path: Path) -> None:
     model = load(write_checkpoint(tmp_path / "checkpoint", family))
-    engine = Engine(SlottedModel(model, slots=2, room=128), make_warper, EngineOptions(step_tokens=32, chunk=32))
+    engine = Engine(SlottedModel(model, slots=2, room=128), TransformersWarper, EngineOptions(step_tokens=32, chunk=32))
     (first,) = serve(engine, [PROMPTS[4]], [8], every=1)
     continued = [*PROMPTS[4], *first, 11, 12]
     prompts, counts = [continued, SHARED, continued], [6, 6, 6]
@@ -91,7 +93,9 @@ def test_int8_dense_and_int4_experts_are_the_same_alone_and_in_a_batch(tmp_path:
 
     def logits(slots: int, every: int, prompts: list[list[int]]) -> list[list[int]]:
         engine = Engine(
-            SlottedModel(model, slots, room=128), make_warper, EngineOptions(step_tokens=32, chunk=16, reuse=False)
+            SlottedModel(model, slots, room=128),
+            TransformersWarper,
+            EngineOptions(step_tokens=32, chunk=16, reuse=False),
         )
         return serve(engine, prompts, [24] * len(prompts), every)
 
@@ -109,6 +113,7 @@ def test_one_step_is_one_window(tmp_path: Path) -> None:
 
     class Listener:
         hot_share_high = 0.0
+        layer_shares_high: ClassVar[list[float]] = []
 
         def before_window(self) -> None:
             pass
@@ -122,7 +127,7 @@ def test_one_step_is_one_window(tmp_path: Path) -> None:
     slotted = SlottedModel(model, slots=2, room=64)
     assert not seen  # warming up is no traffic
     runtime.listener = Listener()
-    engine = Engine(slotted, make_warper, EngineOptions(step_tokens=8, chunk=8))
+    engine = Engine(slotted, TransformersWarper, EngineOptions(step_tokens=8, chunk=8))
     serve(engine, [[5] * 10, [6] * 3], [4, 4], every=1)
     layers = runtime.experts.shape.layers
     assert [(tokens // layers, prefill) for tokens, prefill in seen] == [
@@ -132,3 +137,52 @@ def test_one_step_is_one_window(tmp_path: Path) -> None:
         (2, False),
         (2, False),
     ]
+
+
+@pytest.mark.parametrize("kept", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_keys_and_values_in_fewer_bytes(family: str, kept: str, tmp_path: Path) -> None:
+    """A native step and the model's own forward read the same rounded rows, and store the same."""
+    model = load(write_checkpoint(tmp_path / "checkpoint", family, moe_intermediate_size=64), dense="int8")
+    slotted = [SlottedModel(model, 3, 64, kept), SlottedModel(model, 3, 64, kept), SlottedModel(model, 3, 64)]
+    slotted[1]._decoder = None
+    assert (slotted[0]._decoder is not None) is (family == "qwen3_moe")
+    tokens, slots = torch.tensor([[5, 8], [9, 4], [11, 7]]), [2, 0]
+    logits = []
+    for each in slotted:
+        with torch.inference_mode(), each.window(prefill=False):
+            for slot, prompt in zip(slots, (PROMPTS[0], PROMPTS[1]), strict=True):
+                each.prefill(slot, 0, torch.tensor(prompt))
+            lengths = [len(PROMPTS[0]), len(PROMPTS[1])]
+            for step in range(3):
+                found = each.decode(slots, [length + step for length in lengths], tokens[step])
+            logits.append(found)
+    native, own, exact = logits
+    assert (native - own).abs().max() < 2e-2 * exact.std()
+    error = float((own - exact).abs().max() / exact.std())
+    assert 0 < error < {"float16": 0.02, "bfloat16": 0.1, "int8": 0.2}[kept]
+    for layers in zip(slotted[0]._cache.layers, slotted[1]._cache.layers, strict=True):
+        for ours, theirs in zip(*(layer.kept for layer in layers), strict=True):
+            assert ours.numbers.dtype is theirs.numbers.dtype and ours.numbers.element_size() <= 2
+            assert torch.allclose(ours.numbers.float(), theirs.numbers.float(), atol=1.0 if kept == "int8" else 0.05)
+
+
+def test_rows_are_rounded_to_nearest() -> None:
+    """Rows of every size, too large and too small ones too."""
+    rows = torch.randn(4, 16) * 10.0 ** torch.arange(-12, 8, 5).unsqueeze(1)
+    rows[1, 3], rows[2, 0] = 7e4, -7e8
+    for kept in (torch.float16, torch.bfloat16, torch.int8):
+        held = Kept((1, 1, 4, 16), kept)
+        held.store((0, 0, slice(4)), rows)
+        seen = held.load((0, 0, slice(4)), torch.float32)
+        step = rows.abs().amax(-1, keepdim=True) / 127 if kept is torch.int8 else rows.abs() * 2.0**-7
+        wanted = rows.clamp(-65504, 65504) if kept is torch.float16 else rows
+        assert ((seen - wanted).abs() <= 0.501 * step + 1e-7).all()
+        held.store((0, 0, slice(1)), torch.full((1, 16), torch.nan))
+        assert held.load((0, 0, slice(1)), torch.float32).isnan().all()
+
+
+def test_kept_dtypes_are_checked() -> None:
+    for name, message in (("int3", "unknown kv-dtype 'int3'"), ("float32", "wider than the model's")):
+        with pytest.raises(OptionError, match=message):
+            kept_dtype(name, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynaexq.cli.options import ContextOption, Request, takes_request
+from dynaexq.cli.options import ContextOption, KvDtypeOption, Request, takes_request
 from dynaexq.cli.output import progress_bar, reports_errors, stderr
 from dynaexq.core import OptionError
 from dynaexq.engine import RefusedError, Sampling
@@ -15,6 +15,7 @@ from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.launch import Opened
 from dynaexq.llm import LLM
 
+DEFAULT_TOP_P = 0.95
 HELP = "/new starts over, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer"
 
 
@@ -24,9 +25,13 @@ def chat(
     request: Request,
     system: Annotated[str | None, typer.Option(help="Instructions before the first turn.", show_default=False)] = None,
     context: ContextOption = None,
+    kv_dtype: KvDtypeOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus; needs a temperature.")] = 0.95,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Nucleus; needs a temperature. [default: 0.95]", show_default=False),
+    ] = None,
 ) -> None:
     """Talk to a model. Each turn reuses what is computed of the conversation already.
 
@@ -36,15 +41,17 @@ def chat(
 
       dynaexq chat ./store --memory 12G --system "Answer in one sentence."
     """
+    if temperature == 0 and top_p is not None:
+        raise OptionError("--top-p would do nothing at temperature 0; leave it out, or give a --temperature")
     quiet_transformers()
     opened = Opened(request.model)
     with progress_bar() as progress:
-        llm = LLM(opened, slots=1, context=context, options=request.options, progress=progress)
+        llm = LLM(opened, slots=1, context=context, kv_dtype=kv_dtype, options=request.options, progress=progress)
     with llm:
         if not llm.encoder.has_template:
             raise OptionError("the model has no chat template; `dynaexq generate --raw` continues a text")
         stderr.print(HELP)
-        sampling = Sampling(temperature=temperature, top_p=top_p if temperature else 1.0)
+        sampling = Sampling(temperature=temperature, top_p=(top_p or DEFAULT_TOP_P) if temperature else 1.0)
         _talk(llm, [] if system is None else [{"role": "system", "content": system}], max_new_tokens, sampling)
     llm.launch.check_memory()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynaexq.cli.options import JsonOption, Request, takes_request
+from dynaexq.cli.options import JsonOption, KvDtypeOption, Request, takes_request
 from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.engine import Sampling
@@ -46,6 +46,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End the answer before this text; repeatable.", show_default=False)
     ] = None,
+    kv_dtype: KvDtypeOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Answer a prompt, streaming, within a hard memory limit.
@@ -84,7 +85,7 @@ def generate(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     quiet = json_target == "-"
     with progress_bar() as progress:
-        llm = LLM(opened, options=options, slots=1, context=room, progress=progress)
+        llm = LLM(opened, options=options, slots=1, context=room, kv_dtype=kv_dtype, progress=progress)
     with llm:
         stream = llm.submit(tokens, max_new_tokens, stop or (), sampling)
         for piece in stream:

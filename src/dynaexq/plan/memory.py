@@ -22,7 +22,8 @@ OVERHEAD_PER_EXPERT = 1024
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Sizes of a model that its configuration fixes. `*_width` are elements per token.
+    """Sizes of a model that its configuration fixes. `*_width` are elements per token; `kv_vectors` are the keys and
+    values that `kv_width` is divided into.
 
     Of `dense_parameters`, those in `matrices` and `embeddings` (rows, columns) can be kept packed.
     """
@@ -36,6 +37,7 @@ class ModelProfile:
     vocabulary: int
     max_context: int
     kv_width: int
+    kv_vectors: int
     state_elements: int
     attention_width: int
     dense_width: int
@@ -53,6 +55,7 @@ class Workload:
         logits: positions per forward pass whose logits are computed.
         element_bytes: bytes of one activation or dense weight.
         kv_cache: whether keys and values are kept.
+        kv_element_bytes, kv_scale_bytes: of one of their numbers, and beside each key and each value.
         dense: form of the dense weights (see kernels/dense.py).
         kernel: experts kernel.
     """
@@ -63,6 +66,8 @@ class Workload:
     logits: int
     element_bytes: int
     kv_cache: bool
+    kv_element_bytes: int = 4
+    kv_scale_bytes: int = 0
     dense: str = "full"
     kernel: str = "native"
 
@@ -94,7 +99,9 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
     dense = dense_bytes(profile, work)
     kv_cache = state = 0
     if work.kv_cache:
-        kv_cache = profile.kv_width * work.context * work.sequences * element
+        by_token = profile.kv_width * work.kv_element_bytes + profile.kv_vectors * work.kv_scale_bytes
+        seen_by_attention = profile.kv_width * element // 4  # copies, one layer's at a time
+        kv_cache = (by_token + seen_by_attention) * work.context * work.sequences
         state = profile.state_elements * work.sequences * 4
     expert = profile.shape.expert
     per_token = (
@@ -109,7 +116,7 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
     return {
         "process": process_bytes,
         "dense weights": dense,
-        "KV cache": int(1.25 * kv_cache) + state,
+        "KV cache": kv_cache + state,
         "activations": work.tokens * per_token + attention + scratch + logits,
         "overhead": OVERHEAD_BYTES
         + int(OVERHEAD_SHARE * dense)

@@ -22,13 +22,18 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 """Rotary embeddings whose angles change with the length of the text."""
 
 POSITIONS_AT_ONCE = 1024
+KV_FORMATS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+"""As KvFormat in native/kernels/tiles.hpp counts them."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of one layer, float32 [slots, kv_heads, room, width], contiguous in the last two dimensions."""
+    """Keys and values of one layer, [slots, kv_heads, room, width], contiguous in the last two dimensions; int8 with
+    contiguous scales, float32 [slots, kv_heads, room]."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class Sequences(NamedTuple):
@@ -121,7 +126,9 @@ def describe_sequences(rotary: RotaryTable, sequences: Sequences) -> tuple[int, 
     return cosine, sine, positions.data_ptr(), slots.data_ptr(), pasts.data_ptr(), len(positions)
 
 
-def describe_cache(cache: Cache) -> tuple[int, int, int, int]:
+def describe_cache(cache: Cache) -> tuple[int, ...]:
     """The form that the native call takes."""
     slot_stride, head_stride = cache.keys.stride()[:2]
-    return cache.keys.data_ptr(), cache.values.data_ptr(), slot_stride, head_stride
+    scales = (0 if each is None else each.data_ptr() for each in (cache.key_scales, cache.value_scales))
+    form = KV_FORMATS.index(cache.keys.dtype)
+    return cache.keys.data_ptr(), cache.values.data_ptr(), slot_stride, head_stride, form, *scales

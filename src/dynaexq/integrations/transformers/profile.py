@@ -21,9 +21,10 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    per_layer = 2 * kv_heads * head_dim
+    per_layer, vectors = 2 * kv_heads * head_dim, 2 * kv_heads
     if getattr(config, "kv_lora_rank", None):  # latent attention: the cache holds expanded keys and values
         per_layer = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        vectors = 2 * heads
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and context < 1:
         raise UnsupportedModelError(f"the configuration's max_position_embeddings is {context}")
@@ -38,6 +39,7 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
         vocabulary=config.vocab_size,
         max_context=context or 1 << 20,
         kv_width=per_layer * config.num_hidden_layers,
+        kv_vectors=vectors * config.num_hidden_layers,
         state_elements=_state_elements(config) * config.num_hidden_layers,
         attention_width=heads * max(head_dim, per_layer // (2 * kv_heads)),
         dense_width=_dense_width(config),

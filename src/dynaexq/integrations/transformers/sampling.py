@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -12,21 +13,32 @@ from transformers import (
 )
 
 from dynaexq.engine.requests import Sampling
-from dynaexq.engine.sampler import Warper
+
+NOTHING = torch.zeros((1, 0), dtype=torch.int64)
+"""Tokens before: what cuts does not look at them."""
 
 
-def make_warper(sampling: Sampling) -> Warper | None:
-    """What a sequence's options call for, in the order Transformers applies it; None where nothing does."""
-    processors = LogitsProcessorList()
-    if sampling.repetition != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition))
-    if sampling.temperature > 0:
-        if sampling.temperature != 1.0:
-            processors.append(TemperatureLogitsWarper(sampling.temperature))
+class TransformersWarper:
+    """See `engine.sampler.Warper`: processors in the order Transformers applies them."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition)
+        self._cuts = LogitsProcessorList()
+        if sampling.temperature not in (0.0, 1.0):
+            self._cuts.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k > 0:
-            processors.append(TopKLogitsWarper(sampling.top_k))
+            self._cuts.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
-            processors.append(TopPLogitsWarper(sampling.top_p))
+            self._cuts.append(TopPLogitsWarper(sampling.top_p))
         if sampling.min_p > 0:
-            processors.append(MinPLogitsWarper(sampling.min_p))
-    return processors if len(processors) else None
+            self._cuts.append(MinPLogitsWarper(sampling.min_p))
+
+    def penalize(self, seen: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Repetition, prompt and answer."""
+        penalized: torch.Tensor = self._penalty(torch.tensor([seen]), logits.unsqueeze(0))[0]
+        return penalized
+
+    def cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Temperature, top_k, top_p, min_p."""
+        left: torch.Tensor = self._cuts(NOTHING, logits.unsqueeze(0))[0]
+        return left

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from dynaexq.core import UnsupportedModelError
+from dynaexq.integrations.transformers.kept import Kept
 
 
 @dataclass
@@ -38,16 +39,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, slots: int, room: int, call: Call) -> None:
+    def __init__(self, slots: int, room: int, kept: torch.dtype, call: Call) -> None:
         super().__init__()
-        self._slots, self._room, self._call = slots, room, call
+        self._slots, self._room, self._dtype, self._call = slots, room, kept, call
+        self.kept: list[Kept] = []
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the heads and widths of the examples."""
-        self.keys, self.values = (
-            each.new_zeros((self._slots, each.shape[1], self._room, each.shape[-1]))
+        self.kept = [
+            Kept((self._slots, each.shape[1], self._room, each.shape[-1]), self._dtype)
             for each in (key_states, value_states)
-        )
+        ]
         self.is_initialized = True
 
     def update(
@@ -57,14 +59,14 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         call, seen = self._call, []
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            assert held is not None
+        for held, new in zip(self.kept, (key_states, value_states), strict=True):
             if call.slot is not None:
-                held[call.slot, :, call.past : call.longest] = new[0]
-                seen.append(held[call.slot : call.slot + 1, :, : call.longest])
+                held.store((call.slot, slice(None), slice(call.past, call.longest)), new[0])
+                rows: Any = slice(call.slot, call.slot + 1)
             else:
-                held[call.rows, :, call.pasts] = new[:, :, 0]
-                seen.append(held[call.rows, :, : call.longest])
+                held.store((call.rows, slice(None), call.pasts), new[:, :, 0])
+                rows = call.rows
+            seen.append(held.load((rows, slice(None), slice(call.longest)), new.dtype))
         return seen[0], seen[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -110,15 +112,15 @@ class SlotStates:
 class SlotCache:
     """The cache of a model of `config`: `slots` sequences of up to `room` tokens."""
 
-    def __init__(self, config: Any, slots: int, room: int) -> None:
-        """Raises UnsupportedModelError for a model that keeps something this cache cannot."""
+    def __init__(self, config: Any, slots: int, room: int, kept: torch.dtype) -> None:
+        """Keys and values in dtype `kept`. Raises UnsupportedModelError for a model that keeps something else."""
         self.call = Call()
         self.layers: list[SlotLayer] = []
         self.states: list[SlotStates] = []
         layers = []
         for index, usual in enumerate(DynamicCache(config=config).layers):
             if type(usual) in (DynamicLayer, DynamicSlidingWindowLayer):
-                self.layers.append(SlotLayer(slots, room, self.call))
+                self.layers.append(SlotLayer(slots, room, kept, self.call))
                 layers.append(self.layers[-1])
             elif type(usual) is LinearAttentionLayer:
                 self.states.append(SlotStates(usual, slots))
@@ -155,6 +157,5 @@ class SlotCache:
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens from slot to slot."""
         for layer in self.layers:
-            for held in (layer.keys, layer.values):
-                assert held is not None
-                held[target, :, :length] = held[source, :, :length]
+            for held in layer.kept:
+                held.copy(source, target, length)

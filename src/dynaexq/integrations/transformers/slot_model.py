@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dynaexq.integrations.transformers.cache import cache_argument
+from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.native_decoder import Cache, NativeDecoder, Sequences
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.slot_cache import SlotCache
@@ -20,13 +21,17 @@ WHOLE_PROMPTS = {"jamba"}
 class SlottedModel:
     """See `engine.base.SlotModel`. Models with recurrent layers cannot go back to an earlier length."""
 
-    def __init__(self, model: Any, slots: int, room: int) -> None:
-        """Allocate the keys and values of all slots. Raises UnsupportedModelError."""
+    def __init__(self, model: Any, slots: int, room: int, kv: str | None = None) -> None:
+        """Allocate the keys and values of all slots, kept in dtype `kv` (see kept.py).
+
+        Raises:
+            OptionError, UnsupportedModelError: they cannot be kept so, or not in slots.
+        """
         config = model.config.get_text_config()
         self.slots, self.room, self.vocabulary = slots, room, int(config.vocab_size)
         self.chunked = config.model_type not in WHOLE_PROMPTS
         self._model, self._runtime = model, runtime_of(model)
-        self._cache = SlotCache(model.config, slots, room)
+        self._cache = SlotCache(model.config, slots, room, kept_dtype(kv, model.dtype))
         self.cuts = not self._cache.states
         self._argument = cache_argument(model)
         self._masks = _Masks(config, model.dtype)
@@ -76,12 +81,11 @@ class SlottedModel:
         """Allocate everything with a first token, which is no traffic."""
         with self._runtime.trial(), torch.inference_mode():
             self.prefill(0, 0, torch.zeros(1, dtype=torch.int64))
+        if self._decoder is not None and self._model.dtype is not torch.float32:
+            self._decoder = None
         if self._decoder is not None:
-            layers = self._cache.layers
-            if any(layer.keys is None or layer.keys.dtype != torch.float32 for layer in layers):
-                self._decoder = None
-                return
-            self._caches = [Cache(layer.keys, layer.values) for layer in layers]
+            for keys, values in (layer.kept for layer in self._cache.layers):
+                self._caches.append(Cache(keys.numbers, values.numbers, keys.scales, values.scales))
             self._decoder.rotary.reach(self.room)
 
 

@@ -36,8 +36,10 @@ struct Sequences {
 
 // Keys and values [slots, kv_heads, room, width] of one layer; a sequence's new ones go to place `past`.
 struct CacheView {
-  float *keys, *values;
-  std::ptrdiff_t slot_stride, head_stride;  // in floats; tokens are `width` apart
+  void *keys, *values;
+  std::ptrdiff_t slot_stride, head_stride;  // in numbers; tokens are `width` apart
+  KvFormat format = KvFormat::Float32;
+  float *key_scales = nullptr, *value_scales = nullptr;  // [slots, kv_heads, room], of Int8
 };
 
 class Attention {

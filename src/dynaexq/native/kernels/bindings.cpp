@@ -85,7 +85,8 @@ Projection make_projection(const ProjectionTuple& projection) {
 
 // cosine and sine of all positions; positions, slots and pasts of `count` sequences (int32)
 using SequencesTuple = std::tuple<Address, Address, Address, Address, Address, int>;
-using CacheTuple = std::tuple<Address, Address, std::ptrdiff_t, std::ptrdiff_t>;  // keys, values, slot, head stride
+// keys, values, slot and head stride, format (of KvFormat), scales of keys and of values
+using CacheTuple = std::tuple<Address, Address, std::ptrdiff_t, std::ptrdiff_t, int, Address, Address>;
 
 Sequences make_sequences(const SequencesTuple& sequences) {
   const auto& [cosine, sine, positions, slots, pasts, count] = sequences;
@@ -94,8 +95,11 @@ Sequences make_sequences(const SequencesTuple& sequences) {
 }
 
 LayerStep make_step(const CacheTuple& cache, const Words& words, std::int64_t* ids, float* weights) {
-  const auto& [keys, values, slot_stride, head_stride] = cache;
-  return {{at<float>(keys), at<float>(values), slot_stride, head_stride}, words.data(), ids, weights};
+  const auto& [keys, values, slot_stride, head_stride, format, key_scales, value_scales] = cache;
+  if (format < 0 || format > static_cast<int>(KvFormat::Int8)) throw std::invalid_argument("unknown format of a cache");
+  return {{at<void>(keys), at<void>(values), slot_stride, head_stride, static_cast<KvFormat>(format),
+           at<float>(key_scales), at<float>(value_scales)},
+          words.data(), ids, weights};
 }
 
 void step_layer(const DecoderLayer& layer, const SequencesTuple& sequences, const CacheTuple& cache, Words words,

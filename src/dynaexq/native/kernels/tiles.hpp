@@ -54,18 +54,23 @@ struct Gate {
 
 constexpr int kQueriesAtOnce = 4;
 
+// How keys and values are kept. Int8: each one [width] with a float scale of its own.
+enum class KvFormat : std::uint8_t { Float32, Float16, BFloat16, Int8 };
+
 // Attention of `queries` (1..kQueriesAtOnce) queries [width] over the same keys and values [tokens, width], to `out`
 // [queries, width]. `scores` is working memory, scores_stride apart for each query, and at least `tokens` rounded up to
 // 8. Width is a multiple of 16. Values that are not finite make the output of their query NaN.
 struct AttendCall {
   const float* query;
   int queries;
-  const float *keys, *values;
+  const void *keys, *values;
   int width, tokens;
   float scaling;
   float* scores;
   std::size_t scores_stride;
   float* out;
+  KvFormat format = KvFormat::Float32;
+  const float *key_scales = nullptr, *value_scales = nullptr;  // [tokens] each, of Int8
 };
 
 // Kernels compiled for one instruction set.

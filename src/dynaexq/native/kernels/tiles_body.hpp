@@ -346,32 +346,49 @@ float exponentiate(float* scores, int tokens) {
   return A::sum(total) - static_cast<float>(padding);
 }
 
-template <class A, int QUERIES>
+// Eight numbers of a row of keys or values, from number `at` on.
+template <class A, KvFormat KV>
+typename A::F load_kept(const void* rows, std::ptrdiff_t at) {
+  const auto* bytes = static_cast<const std::uint8_t*>(rows);
+  if constexpr (KV == KvFormat::Float32) return A::load(static_cast<const float*>(rows) + at);
+  if constexpr (KV == KvFormat::Float16) return A::load_half(bytes + 2 * at);
+  if constexpr (KV == KvFormat::BFloat16) return A::load_bf16(bytes + 2 * at);
+  if constexpr (KV == KvFormat::Int8) return A::load_int8(bytes + at);
+}
+
+template <class A, KvFormat KV, int QUERIES>
 void attend_together(const AttendCall& call) {
   constexpr int kWide = 2;  // vectors of the output at a time
   const int width = call.width;
   float shares[QUERIES];
   for (int t = 0; t < call.tokens; ++t) {
-    const float* key = call.keys + static_cast<std::ptrdiff_t>(t) * width;
+    const std::ptrdiff_t row = static_cast<std::ptrdiff_t>(t) * width;
     typename A::F sums[QUERIES];
     for (int q = 0; q < QUERIES; ++q) sums[q] = A::zero();
     for (int i = 0; i < width; i += 8) {
-      const typename A::F part = A::load(key + i);
+      const typename A::F part = load_kept<A, KV>(call.keys, row + i);
       for (int q = 0; q < QUERIES; ++q) sums[q] = A::fma(A::load(call.query + q * width + i), part, sums[q]);
     }
-    for (int q = 0; q < QUERIES; ++q) call.scores[q * call.scores_stride + t] = call.scaling * A::sum(sums[q]);
+    const float scaling = KV == KvFormat::Int8 ? call.scaling * call.key_scales[t] : call.scaling;
+    for (int q = 0; q < QUERIES; ++q) call.scores[q * call.scores_stride + t] = scaling * A::sum(sums[q]);
   }
-  for (int q = 0; q < QUERIES; ++q)
-    shares[q] = 1.0f / exponentiate<A>(call.scores + q * call.scores_stride, call.tokens);
+  for (int q = 0; q < QUERIES; ++q) {
+    float* scores = call.scores + q * call.scores_stride;
+    shares[q] = 1.0f / exponentiate<A>(scores, call.tokens);
+    if (KV == KvFormat::Int8)
+      for (int t = 0; t < call.tokens; ++t) scores[t] *= call.value_scales[t];
+  }
   for (int i = 0; i < width; i += 8 * kWide) {
     typename A::F sums[QUERIES][kWide];
     for (int q = 0; q < QUERIES; ++q)
       for (int v = 0; v < kWide; ++v) sums[q][v] = A::zero();
     for (int t = 0; t < call.tokens; ++t) {
-      const float* value = call.values + static_cast<std::ptrdiff_t>(t) * width + i;
+      typename A::F value[kWide];
+      for (int v = 0; v < kWide; ++v)
+        value[v] = load_kept<A, KV>(call.values, static_cast<std::ptrdiff_t>(t) * width + i + 8 * v);
       for (int q = 0; q < QUERIES; ++q) {
         const typename A::F weight = A::broadcast(call.scores[q * call.scores_stride + t]);
-        for (int v = 0; v < kWide; ++v) sums[q][v] = A::fma(weight, A::load(value + 8 * v), sums[q][v]);
+        for (int v = 0; v < kWide; ++v) sums[q][v] = A::fma(weight, value[v], sums[q][v]);
       }
     }
     for (int q = 0; q < QUERIES; ++q)
@@ -380,14 +397,24 @@ void attend_together(const AttendCall& call) {
   }
 }
 
-template <class A>
-void attend(const AttendCall& call) {
+template <class A, KvFormat KV>
+void attend_over(const AttendCall& call) {
   static_assert(kQueriesAtOnce == 4, "one case for each count");
   switch (call.queries) {
-    case 1: return attend_together<A, 1>(call);
-    case 2: return attend_together<A, 2>(call);
-    case 3: return attend_together<A, 3>(call);
-    default: return attend_together<A, 4>(call);
+    case 1: return attend_together<A, KV, 1>(call);
+    case 2: return attend_together<A, KV, 2>(call);
+    case 3: return attend_together<A, KV, 3>(call);
+    default: return attend_together<A, KV, 4>(call);
+  }
+}
+
+template <class A>
+void attend(const AttendCall& call) {
+  switch (call.format) {
+    case KvFormat::Float32: return attend_over<A, KvFormat::Float32>(call);
+    case KvFormat::Float16: return attend_over<A, KvFormat::Float16>(call);
+    case KvFormat::BFloat16: return attend_over<A, KvFormat::BFloat16>(call);
+    case KvFormat::Int8: return attend_over<A, KvFormat::Int8>(call);
   }
 }
 

@@ -58,6 +58,10 @@ struct Neon {
     return {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)),
              vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(halves), 16))}};
   }
+  static F load_int8(const std::uint8_t* x) {
+    const int16x8_t words = vmovl_s8(vreinterpret_s8_u8(vld1_u8(x)));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))}};
+  }
   static float sum(F x) { return vaddvq_f32(vaddq_f32(x.val[0], x.val[1])); }
 
   static B load_bytes(const std::uint8_t* x) { return {{vld1q_u8(x), vld1q_u8(x + 16)}}; }

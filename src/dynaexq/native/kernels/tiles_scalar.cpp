@@ -60,6 +60,9 @@ struct Scalar {
       return from_bits(static_cast<std::int32_t>(static_cast<std::uint32_t>(half) << 16));
     });
   }
+  static F load_int8(const std::uint8_t* x) {
+    return each<float>([=](int i) { return static_cast<float>(static_cast<std::int8_t>(x[i])); });
+  }
   static float sum(const F& x) {
     return ((x.at[0] + x.at[4]) + (x.at[2] + x.at[6])) + ((x.at[1] + x.at[5]) + (x.at[3] + x.at[7]));
   }

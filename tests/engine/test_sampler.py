@@ -10,13 +10,13 @@ import torch
 
 from dynaexq.engine import Sampling, TokenEvent
 from dynaexq.engine.sampler import Sampler
-from dynaexq.integrations.transformers.sampling import make_warper
+from dynaexq.integrations.transformers.sampling import TransformersWarper
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0, 2.5])
 
 
 def sampler(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
-    return Sampler(Sampling(**options), prompt, make_warper)
+    return Sampler(Sampling(**options), prompt, TransformersWarper)
 
 
 def draw(count: int = 400, **options: Any) -> Counter[int]:

@@ -25,7 +25,7 @@ from dynaexq.engine.requests import (
 )
 from dynaexq.engine.sampler import Sampler, WarperFactory
 from dynaexq.engine.scheduler import Chunk, WaitingQueue, plan_chunks
-from dynaexq.engine.sequence import Sequence, finish_waiting
+from dynaexq.engine.sequence import Sequence, SequenceView, finish_waiting
 from dynaexq.engine.slots import SlotTable
 
 
@@ -92,6 +92,11 @@ class Engine:
                 slots_free=self._table.free,
                 finished=dict(self._counts.finished),
             )
+
+    def sequences(self) -> list[SequenceView]:
+        """What runs at the moment."""
+        now = self._clock()
+        return [each.view(now) for each in list(self._running)]
 
     @property
     def ended(self) -> bool:

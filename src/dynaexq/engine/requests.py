@@ -126,6 +126,13 @@ class FinishEvent:
     seconds: float
     error: str | None = None
 
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Mean time between tokens after the first; None with fewer than two."""
+        if self.ttft_seconds is None or self.generated_tokens < 2:
+            return None
+        return (self.seconds - self.ttft_seconds) / (self.generated_tokens - 1)
+
 
 Event = TokenEvent | FinishEvent
 Listener = Callable[[Event], None]

@@ -8,17 +8,21 @@ from typing import Protocol
 
 import torch
 
+from dynaexq.engine.candidates import draw, narrow
 from dynaexq.engine.requests import Alternative, Constraint, Sampling, TokenEvent
 
 
 class Warper(Protocol):
-    """Logits processors of one sequence: token ids [1, length] and logits [1, vocabulary] -> logits."""
+    """Changes to the logits of one sequence, [vocabulary]."""
 
-    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor: ...
+    def penalize(self, seen: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """What repetition calls for after the tokens `seen`."""
+
+    def cut(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the temperature, with what top_k, top_p and min_p cut off at minus infinity."""
 
 
-WarperFactory = Callable[[Sampling], Warper | None]
-"""Makes what temperature, top_k, top_p, min_p and repetition call for; None where nothing does."""
+WarperFactory = Callable[[Sampling], Warper]
 
 
 class Sampler:
@@ -62,12 +66,9 @@ class Sampler:
             scores[token] -= sampling.presence + sampling.frequency * count
         if self._constraint is not None:
             scores = self._constraint.mask(scores)
-        if self._warper is not None:
-            scores = self._warper(torch.tensor([self._ids]), scores.unsqueeze(0))[0]
-        if sampling.temperature == 0:
-            token = int(scores.argmax())
-        else:
-            token = int(torch.multinomial(torch.softmax(scores, -1), 1, generator=self._generator))
+        if sampling.repetition != 1.0:
+            scores = self._warper.penalize(self._ids, scores)
+        token = int(scores.argmax()) if sampling.temperature == 0 else self._draw(scores)
         self._ids.append(token)
         self._counts[token] += 1
         if self._constraint is not None:
@@ -75,6 +76,12 @@ class Sampler:
         if sampling.logprobs is None:
             return TokenEvent(token)
         return _with_logprobs(token, logits, sampling.logprobs)
+
+    def _draw(self, scores: torch.Tensor) -> int:
+        candidates = narrow(scores, self._sampling)
+        if candidates is None:
+            return draw(self._warper.cut(scores), self._generator)
+        return int(candidates.ids[draw(candidates.logits, self._generator)])
 
 
 def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:

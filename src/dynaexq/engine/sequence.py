@@ -9,6 +9,20 @@ from dynaexq.engine.sampler import Sampler
 from dynaexq.engine.slots import Slot
 
 
+@dataclass(frozen=True)
+class SequenceView:
+    """A running sequence for onlookers: tokens of its prompt, computed of them, generated, and at most; seconds since
+    its submission."""
+
+    number: int
+    state: str
+    prompt: int
+    done: int
+    generated: int
+    most: int
+    seconds: float
+
+
 @dataclass(eq=False)
 class Sequence:
     """`done` tokens of the prompt are computed, `reused` of them taken over; `next` is the token to append next, None
@@ -24,6 +38,12 @@ class Sequence:
     generated: int = 0
     first: float | None = None
     next: int | None = None
+
+    def view(self, now: float) -> SequenceView:
+        """How far it is."""
+        request, state = self.request, "prefill" if self.next is None else "decode"
+        counts = len(request.prompt), self.done, self.generated, request.max_tokens
+        return SequenceView(request.number, state, *counts, now - self.submitted)
 
     def finish(self, reason: Finish, now: float, error: str | None = None) -> FinishEvent:
         """What its end is reported as."""

@@ -229,6 +229,14 @@ def test_keys_bodies_and_paths(running: Running) -> None:
     assert request(running.port, "GET", "/v1/chat/completions", Authorization=f"Bearer {KEY}").status == 405
 
 
+def test_an_answer_of_full_length(running: Running) -> None:
+    body = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+    ended = running.post("/v1/chat/completions", body).json
+    full = running.post("/v1/chat/completions", {**body, "ignore_eos": True}).json
+    assert ended["choices"][0]["finish_reason"] == "stop" and full["choices"][0]["finish_reason"] == "length"
+    assert full["usage"]["completion_tokens"] == 60 > ended["usage"]["completion_tokens"]
+
+
 def test_a_client_that_leaves_frees_its_slot(running: Running) -> None:
     engine = running.llm.engine
     options: Any = {"model": "demo", "max_tokens": 240, "temperature": 1.0, "logit_bias": {}}

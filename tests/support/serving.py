@@ -20,6 +20,7 @@ from dynaexq.server.app import create_app
 from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
+from dynaexq.server.state import StateView
 
 
 class Reply(NamedTuple):
@@ -41,9 +42,17 @@ class Reply(NamedTuple):
         return error
 
 
+class NoExperts:
+    """Stands for the experts of a model that has none."""
+
+    def problems(self) -> list[str]:
+        """None."""
+        return []
+
+
 def serve_app(llm: LLM, metrics: Metrics, limits: Limits = Limits()) -> AbstractContextManager[int]:  # noqa: B008
     """The port of a server over `llm`."""
-    return serve_engine(llm.engine, llm.encoder, metrics, limits)
+    return serve_engine(llm.engine, llm.encoder, metrics, limits, llm.launch.runtime)
 
 
 @contextmanager
@@ -52,10 +61,12 @@ def serve_engine(
     encoder: PromptEncoder,
     metrics: Metrics,
     limits: Limits = Limits(),  # noqa: B008
+    runtime: Any = None,
 ) -> Iterator[int]:
     """The port of a server over an engine that runs."""
     service = Service("demo", engine, encoder, 1)
-    config = uvicorn.Config(create_app(service, metrics, limits), log_level="warning", timeout_graceful_shutdown=1)
+    app = create_app(service, metrics, limits, StateView(service, runtime or NoExperts(), metrics.pace))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -1,12 +1,21 @@
-"""A model that says what a test wants it to say, byte by byte, with a tokenizer to match."""
+"""A model that says what a test wants it to say, byte by byte, with tokenizers to match."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import openai
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dynaexq.engine import Engine
+from dynaexq.integrations.transformers.prompts import PromptEncoder
+from dynaexq.integrations.transformers.sampling import TransformersWarper
+from dynaexq.server.metrics import Metrics
+from support.serving import serve_engine
 
 END = 256
 
@@ -38,14 +47,28 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < END).decode("utf-8", errors="replace")
 
 
+def make_fast_tokenizer(
+    template: str, prompt_end: str = "", tags: Sequence[str] = (), special: bool = False
+) -> PreTrainedTokenizerFast:
+    """The same in the form that grammars need. Each of the `tags` is one token, which may be a special one."""
+    vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = f"{{# {template} #}}{{{{ messages[-1].content }}}}{prompt_end}"
+    return fast
+
+
 class TypedModel:
     """See `engine.base.SlotModel`: every sequence says `script`, then ends."""
 
-    vocabulary = END + 1
     chunked = cuts = True
 
-    def __init__(self, script: str, slots: int = 2, room: int = 2048) -> None:
-        self.script, self.slots, self.room = script.encode(), slots, room
+    def __init__(self, script: Sequence[int], vocabulary: int = END + 1, slots: int = 2, room: int = 2048) -> None:
+        self.script, self.vocabulary, self.slots, self.room = script, vocabulary, slots, room
         self._lengths: dict[int, int] = {}
 
     @contextmanager
@@ -69,3 +92,15 @@ class TypedModel:
         logits = torch.zeros(self.vocabulary)
         logits[self.script[place] if place < len(self.script) else END] = 1.0
         return logits
+
+
+@contextmanager
+def talk(script: str, tokenizer: Any) -> Iterator[openai.OpenAI]:
+    """A client of a server whose model says `script`."""
+    metrics = Metrics()
+    vocabulary = END + 1 if isinstance(tokenizer, ByteTokenizer) else len(tokenizer)
+    engine = Engine(TypedModel(tokenizer.encode(script), vocabulary), TransformersWarper, observer=metrics)
+    engine.start()
+    with serve_engine(engine, PromptEncoder(tokenizer), metrics) as port:
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    engine.close()

@@ -16,6 +16,7 @@ from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
 from dynaexq.cli.serve import serve
 from dynaexq.cli.synth import synth
+from dynaexq.cli.top import top
 from dynaexq.kernels.threads import limit_torch_threads
 from dynaexq.native import limit_malloc
 
@@ -36,6 +37,7 @@ app.command()(evaluate)
 app.command()(calibrate)
 app.command()(probe)
 app.command()(synth)
+app.command()(top)
 
 
 @app.callback(invoke_without_command=True)

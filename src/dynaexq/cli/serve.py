@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from dynaexq.cli.options import ContextOption, Request, takes_request
+from dynaexq.cli.options import ContextOption, KvDtypeOption, Request, takes_request
 from dynaexq.cli.output import progress_bar, reports_errors, stderr
 from dynaexq.core import OptionError
 from dynaexq.engine import EngineOptions
@@ -25,8 +25,10 @@ from dynaexq.server.app import create_app
 from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
+from dynaexq.server.state import StateView
 
 API_KEY_VARIABLE = "DYNAEXQ_API_KEY"
+ADMIN_KEY_VARIABLE = "DYNAEXQ_ADMIN_KEY"
 DEFAULTS = EngineOptions()
 
 
@@ -40,6 +42,15 @@ def serve(
         str | None,
         typer.Option(envvar=API_KEY_VARIABLE, help="Key that clients must give.", show_default=False, show_envvar=True),
     ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ADMIN_KEY_VARIABLE,
+            help="Key to /admin, which is closed without one.",
+            show_default=False,
+            show_envvar=True,
+        ),
+    ] = None,
     no_api_key: Annotated[
         bool, typer.Option("--no-api-key", help="Listen beyond this machine without a key, knowingly.")
     ] = False,
@@ -48,6 +59,7 @@ def serve(
     ] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences that run at a time.")] = 4,
     context: ContextOption = None,
+    kv_dtype: KvDtypeOption = None,
     step_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one step: what a long prompt may hold up the others.")
     ] = DEFAULTS.step_tokens,
@@ -70,6 +82,7 @@ def serve(
       DYNAEXQ_API_KEY=secret dynaexq serve ./store --host 0.0.0.0
     """
     check_exposure(host, api_key, no_api_key)
+    check_admin_key(admin_key, api_key)
     listener = listen(host, port)
     quiet_transformers()
     chunk = min(step_tokens, DEFAULTS.chunk)
@@ -80,6 +93,7 @@ def serve(
             opened,
             slots=slots,
             context=context,
+            kv_dtype=kv_dtype,
             engine=limits,
             observer=metrics,
             options=request.options,
@@ -89,12 +103,13 @@ def serve(
         metrics.watch(llm.engine, llm.launch.runtime)
         own = "demo" if request.model == str(EMBEDDED_MODEL) else opened.root.resolve().name
         service = Service(name or own, llm.engine, llm.encoder, int(time.time()))
-        app = create_app(service, metrics, Limits(api_key, max_body), cors or ())
+        view = StateView(service, llm.launch.runtime, metrics.pace)
+        app = create_app(service, metrics, Limits(api_key, max_body, admin_key), view, cors or ())
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=round(drain) or 1)
         address = f"http://{host}:{listener.getsockname()[1]}"
         stderr.print(
             f"{service.name}: {llm.launch.plan.mode}, experts {format_bytes(llm.launch.plan.expert_bytes)}, {slots} "
-            f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1"
+            f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1, dashboard at {address}"
         )
         asyncio.run(Server(config, llm).serve([listener]))
     llm.launch.check_memory()
@@ -135,6 +150,14 @@ def check_exposure(host: str, api_key: str | None, without: bool) -> None:
         raise OptionError(
             f"{host} can be reached from other machines; set {API_KEY_VARIABLE}, or say --no-api-key to go without"
         )
+
+
+def check_admin_key(admin_key: str | None, api_key: str | None) -> None:
+    """Raise OptionError for an admin key that keeps nobody out."""
+    if admin_key is not None and not admin_key.strip():
+        raise OptionError(f"the admin key is empty; leave out --admin-key and {ADMIN_KEY_VARIABLE}, or give one")
+    if admin_key is not None and admin_key == api_key:
+        raise OptionError("--admin-key is the API key, so that every client is an admin; give another")
 
 
 def is_local(host: str) -> bool:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from dynaexq.engine import Constraint, Engine, Event, Finish, FinishEvent, Request, Sampling, TokenEvent
 from dynaexq.engine.requests import Listener
-from dynaexq.engine.text import AnswerText
-from dynaexq.integrations.transformers.prompts import PromptEncoder
+from dynaexq.engine.text import AnswerText, Decode
 from dynaexq.server.errors import ApiError
 
 
@@ -21,6 +20,7 @@ class Wish:
     max_tokens: int
     sampling: Sampling
     stops: tuple[str, ...]
+    stop_tokens: frozenset[int]
     priority: int
     constraint: Constraint | None = None
 
@@ -43,15 +43,6 @@ class Usage:
     completion: int = 0
     cached: int = 0
 
-    def as_json(self) -> dict[str, object]:
-        """OpenAI's form."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
 
 @dataclass
 class _Choice:
@@ -64,7 +55,7 @@ class _Choice:
 class Answers:
     """The choices of one request. Iterate once; `cancel` whatever happens in between."""
 
-    def __init__(self, engine: Engine, encoder: PromptEncoder, wishes: list[Wish]) -> None:
+    def __init__(self, engine: Engine, decode: Decode, wishes: list[Wish]) -> None:
         """Submit all wishes, or none. Raises what `Engine.submit` raises."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -78,12 +69,12 @@ class Answers:
                     wish.max_tokens,
                     self._listener(index),
                     wish.sampling,
-                    encoder.stop_tokens,
+                    wish.stop_tokens,
                     wish.priority,
                     wish.constraint,
                 )
                 engine.submit(request)
-                self._choices.append(_Choice(request, AnswerText(encoder.decode, wish.prompt, wish.stops)))
+                self._choices.append(_Choice(request, AnswerText(decode, wish.prompt, wish.stops)))
         except Exception:
             self.cancel()
             raise
@@ -101,6 +92,7 @@ class Answers:
             choice = self._choices[index]
             if isinstance(event, FinishEvent):
                 left -= 1
+                self.usage.cached += event.reused_tokens
                 if choice.done:
                     continue  # ended by a stop string, which the engine has heard of now
                 yield self._finish(index, choice, event)
@@ -134,7 +126,6 @@ class Answers:
             raise ApiError(500, event.error or "the request failed", code="generation_failed")
         if event.reason is Finish.CANCELLED:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        self.usage.cached += event.reused_tokens
         text = choice.text.finish()
         reason = Finish.STOP if choice.text.stopped is not None else event.reason
         return Piece(index, text, tuple(choice.held), reason.value)

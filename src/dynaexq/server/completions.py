@@ -8,50 +8,49 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from dynaexq.engine import Constraint
 from dynaexq.integrations.transformers.prompts import PromptEncoder
-from dynaexq.server.errors import ApiError
-from dynaexq.server.schemas import ChatBody, CompletionBody
-from dynaexq.server.service import Service, Style, answer
-from dynaexq.server.writers import ChatWriter, TextWriter
+from dynaexq.server.chat_schemas import ChatBody
+from dynaexq.server.choice_writers import ChatWriter, ChoicesWriter, Style, TextWriter
+from dynaexq.server.conversation import prepare
+from dynaexq.server.schemas import CompletionBody
+from dynaexq.server.service import Service, answer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
 
-PROMPT_END_TOKENS = 8
-"""Enough to see whether a template has opened the model's thoughts."""
+CHAT = Style("chatcmpl", "chat.completion", "chat.completion.chunk")
+TEXT = Style("cmpl", "text_completion", "text_completion")
 
 
 def make_router(service: Service) -> APIRouter:
     """The endpoints over one model."""
     router = APIRouter(prefix="/v1")
-    encoder = service.encoder
 
     @router.post("/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
-        tools = _offered_tools(service, body)
         messages = [message.as_template() for message in body.messages]
-        prompt = await asyncio.to_thread(encoder.encode_chat, messages, tools, **body.chat_template_kwargs)
-        prompt_end = encoder.decode_all(list(prompt[-PROMPT_END_TOKENS:]))
-        thinks = service.conventions.thinks_first(prompt_end)
-        wishes = await asyncio.to_thread(service.make_wishes, body, [prompt], body.limit, body.alternatives, thinks)
-
-        def make_writer(index: int) -> ChatWriter:
-            return ChatWriter(index, encoder, service.conventions.parser(prompt_end, bool(tools)))
-
-        style = Style("chatcmpl", "chat.completion", "chat.completion.chunk", make_writer)
-        return await answer(service, style, body, wishes, http)
+        asked = await asyncio.to_thread(prepare, service, body, messages, body.limit, body.alternatives)
+        choices = [ChatWriter(i, service.decode, asked.make_parser()) for i in range(len(asked.wishes))]
+        writer = ChoicesWriter(CHAT, service.name, choices, body.wants_usage)
+        return await answer(service, writer, body.stream, asked.wishes, http)
 
     @router.post("/completions")
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text, or several."""
         service.check_model(body.model)
-        prompts = await asyncio.to_thread(_encode_prompts, encoder, body)
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        wishes = await asyncio.to_thread(service.make_wishes, body, prompts, limit, body.logprobs)
-        style = Style("cmpl", "text_completion", "text_completion", lambda index: TextWriter(index, encoder))
-        return await answer(service, style, body, wishes, http)
+        prompts = await asyncio.to_thread(_encode_prompts, service.encoder, body)
+
+        def start_grammar() -> Constraint | None:
+            return None if body.form is None else service.grammars.start(body.form)
+
+        wishes = await asyncio.to_thread(service.make_wishes, body, prompts, limit, body.logprobs, start_grammar)
+        choices = [TextWriter(i, service.decode) for i in range(len(wishes))]
+        writer = ChoicesWriter(TEXT, service.name, choices, body.wants_usage)
+        return await answer(service, writer, body.stream, wishes, http)
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -84,12 +83,3 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionBody) -> list[tuple[
     if isinstance(prompt[0], int):
         return [tuple(prompt)]
     return [encoder.encode(text) for text in prompt]
-
-
-def _offered_tools(service: Service, body: ChatBody) -> list[dict[str, Any]] | None:
-    """Tools as templates take them. Raises ApiError where the model has no way to call one."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    if service.conventions.call is None:
-        raise ApiError(400, "the model's chat template has no form of tool calls that this server reads", "tools")
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -39,7 +40,7 @@ class ApiError(Exception):
 
 
 ANSWERS: dict[type[DynaExqError], tuple[int, str | None, str | None, int | None]] = {
-    TooLongError: (400, "messages", "context_length_exceeded", None),
+    TooLongError: (400, None, "context_length_exceeded", None),
     QueueFullError: (429, None, "queue_full", RETRY_SECONDS),
     EngineClosedError: (503, None, "shutting_down", RETRY_SECONDS),
     OptionError: (400, None, None, None),
@@ -61,14 +62,34 @@ def api_error(error: Exception) -> ApiError:
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing wrong with a body, by the name of the parameter."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unsupported parameter: {place}", place, "unsupported_parameter")
+    """What is wrong with a body, by the name of the parameter."""
+    first = _most_telling(error.errors())
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
-    return ApiError(400, f"{place or 'body'}: {first['msg']}", place or None)
+    place = _find_place(first, error.body)
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unsupported parameter: {place}", place, "unsupported_parameter")
+    return ApiError(400, f"{place or 'body'}: {first['msg'].removeprefix('Value error, ')}", place or None)
+
+
+def _most_telling(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the first parameter's errors the deepest, which is of the form that was meant where several are allowed. A
+    wrong kind explains the others."""
+    parameter = errors[0]["loc"][:2]
+    mine = [error for error in errors if error["loc"][:2] == parameter]
+    return max(reversed(mine), key=lambda error: (len(error["loc"]), error["type"] == "literal_error"))
+
+
+def _find_place(error: dict[str, Any], body: Any) -> str:
+    """The path in the body: locations name the forms that were tried, too."""
+    path, value = [], body
+    for part in error["loc"][1:]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value))):
+            path.append(str(part))
+            value = value[part]
+    if error["type"] == "missing":
+        path.append(str(error["loc"][-1]))
+    return ".".join(path)
 
 
 def install(app: FastAPI) -> None:

@@ -10,16 +10,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynaexq.server.errors import ApiError
 
-OPEN_PATHS = ("/health", "/ready")
-"""Asked by load balancers, which have no key; they tell nothing about requests."""
+OPEN_PATHS = ("/health", "/ready", "/")
+"""Asked by load balancers, which have no key, and the dashboard's page without its data; they tell nothing about
+requests."""
+
+ADMIN_PREFIX = "/admin/"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`api_key` None lets everybody in; `body_bytes` of a request at most."""
+    """`api_key` None lets everybody in, `admin_key` None nobody to /admin; `body_bytes` of a request at most."""
 
     api_key: str | None = None
     body_bytes: int = 8 << 20
+    admin_key: str | None = None
 
 
 class Gate:
@@ -39,11 +43,13 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        key = self._limits.api_key
-        if key is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
-                raise ApiError(401, "give the server's key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if scope["path"].startswith(ADMIN_PREFIX):
+            if self._limits.admin_key is None:
+                raise ApiError(403, "this server was started without an admin key (--admin-key)", code="no_admin_key")
+            _check_key(given, self._limits.admin_key, "admin key")
+        elif self._limits.api_key is not None and scope["path"] not in OPEN_PATHS:
+            _check_key(given, self._limits.api_key, "key")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limits.body_bytes:
             raise self._too_large()
@@ -63,3 +69,8 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code="body_too_large")
+
+
+def _check_key(given: str, key: str, what: str) -> None:
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise ApiError(401, f"give the server's {what} as 'Authorization: Bearer KEY'", code="invalid_api_key")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dynaexq.control import ControlLoop
 from dynaexq.engine import Engine, FinishEvent, StepReport
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.server.pace import Pace
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -19,6 +22,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.pace = Pace()
 
         def count(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"dynaexq_{name}", text, labels, registry=self.registry)
@@ -48,6 +52,7 @@ class Metrics:
         self._model.observe(report.model_seconds)
         self._step_tokens.labels("prompt").inc(report.prompt_tokens)
         self._step_tokens.labels("decode").inc(report.decoded_tokens)
+        self.pace.on_step(report)
 
     def on_finish(self, event: FinishEvent) -> None:
         """A sequence has ended."""
@@ -59,8 +64,9 @@ class Metrics:
         self._whole.observe(event.seconds)
         if event.ttft_seconds is not None:
             self._ttft.observe(event.ttft_seconds)
-            if event.generated_tokens > 1:
-                self._tpot.observe((event.seconds - event.ttft_seconds) / (event.generated_tokens - 1))
+        if event.tpot_seconds is not None:
+            self._tpot.observe(event.tpot_seconds)
+        self.pace.on_finish(event)
 
 
 class _State(Collector):
@@ -71,29 +77,60 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counts, runtime = self._engine.counts(), self._runtime
-        for name, value, text in (
-            ("waiting", counts.waiting, "Requests that wait for a slot"),
-            ("running", counts.running, "Sequences in slots"),
-            ("slots_free", counts.slots_free, "Slots without a sequence"),
-            ("budget_bytes", runtime.budget.limit, "The memory limit"),
-            ("budget_used_bytes", runtime.budget.used, "Reserved of it"),
-            ("hi_hit_share", runtime.hot_share_high, "Share of routed traffic that ran at the high tier"),
-        ):
-            yield GaugeMetricFamily(f"dynaexq_{name}", text, value=float(value))
-        parts = GaugeMetricFamily("dynaexq_memory_bytes", "The plan by part", labels=["part"])
-        for part, nbytes in runtime.budget.parts.items():
-            parts.add_metric([part], float(nbytes))
-        yield parts
+        limit, used = runtime.budget.limit, runtime.budget.used
+        yield _gauge("waiting", "Requests that wait for a slot", counts.waiting)
+        yield _gauge("running", "Sequences in slots", counts.running)
+        yield _gauge("slots_free", "Slots without a sequence", counts.slots_free)
+        yield _gauge("budget_bytes", "The memory limit", limit)
+        yield _gauge("budget_used_bytes", "Reserved of it", used)
+        yield _gauge("budget_free_bytes", "Not reserved", limit - used)
+        yield _by_label("memory_bytes", "The plan by part", "part", runtime.budget.parts)
+        yield _gauge("hi_hit_share", "Share of routed traffic that ran at the high tier", runtime.hot_share_high)
         for name, value in vars(runtime.counters).items():
             yield CounterMetricFamily(f"dynaexq_{name}", "Transitions of expert versions", value=float(value))
-        yield self._resident()
+        yield from self._resident()
+        if (shares := runtime.layer_shares_high) is not None:
+            yield _by_label("layer_hi_hit_share", "The same by layer", "layer", dict(enumerate(shares)))
+        if runtime.control:
+            yield from _describe_moves(runtime.control)
 
-    def _resident(self) -> Metric:
-        resident = GaugeMetricFamily("dynaexq_resident_experts", "By layer and tier", labels=["layer", "tier"])
+    def _resident(self) -> Iterator[Metric]:
+        labels = ["layer", "tier"]
+        resident = GaugeMetricFamily("dynaexq_resident_experts", "By layer and tier", labels=labels)
+        nbytes = GaugeMetricFamily("dynaexq_resident_bytes", "Of their versions, by layer and tier", labels=labels)
         experts = self._runtime.experts
         shape = experts.shape
         in_force = experts.handles.formats().reshape(shape.layers, shape.experts)
-        for index, fmt in enumerate(experts.formats):
+        for index, (fmt, layout) in enumerate(zip(experts.formats, experts.layouts, strict=True)):
             for layer, count in enumerate((in_force == index).sum(1).tolist()):
                 resident.add_metric([str(layer), fmt.name], float(count))
-        return resident
+                nbytes.add_metric([str(layer), fmt.name], float(count * layout.extent_bytes))
+        yield resident
+        yield nbytes
+
+
+def _describe_moves(control: ControlLoop) -> Iterator[Metric]:
+    pipeline = control.pipeline
+    link = pipeline.link
+    yield _gauge("in_flight", "Versions on their way", len(pipeline.moving))
+    yield _gauge("reclaim_waiting", "Blocks that wait for windows which can still read them", pipeline.waiting_blocks)
+    yield _gauge("paused", "Whether transitions are paused", control.steering.paused)
+    if link.limit is not None:
+        yield _gauge("link_limit_bytes_per_second", "What background copies may take", link.limit)
+    yield CounterMetricFamily("dynaexq_link_busy_seconds", "Spent in background copies", value=link.busy_seconds)
+    for name, moves in (("promotions", pipeline.promotions_by_layer), ("demotions", pipeline.demotions_by_layer)):
+        family = CounterMetricFamily(f"dynaexq_layer_{name}", "By layer", labels=["layer"])
+        for layer, count in enumerate(moves.tolist()):
+            family.add_metric([str(layer)], float(count))
+        yield family
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"dynaexq_{name}", text, value=float(value))
+
+
+def _by_label(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(f"dynaexq_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([str(key)], float(value))
+    return family

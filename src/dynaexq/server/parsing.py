@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,15 +53,24 @@ class Conventions:
         call = next((tag for tag in CALL_TAGS if tag.opening in text), None)
         return cls(THINK.closing is not None and THINK.closing in text, call)
 
+    @property
+    def marks(self) -> list[str]:
+        """All texts of tags."""
+        tags = ([THINK] if self.thinks else []) + ([self.call] if self.call else [])
+        return [mark for tag in tags for mark in (tag.opening, tag.closing) if mark is not None]
+
     def thinks_first(self, prompt_end: str) -> bool:
-        """Whether thoughts come before an answer to a prompt that ends in `prompt_end`."""
+        """Whether thoughts may come before an answer to a prompt that ends in `prompt_end`."""
         return self.thinks and not prompt_end.rstrip().endswith(str(THINK.closing))
+
+    def has_begun(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends in `prompt_end` has opened the thoughts."""
+        return self.thinks and prompt_end.rstrip().endswith(THINK.opening)
 
     def parser(self, prompt_end: str, tools: bool) -> OutputParser:
         """For an answer to a prompt that ends in `prompt_end`; calls are looked for where tools were offered."""
         tags = ([THINK] if self.thinks else []) + ([self.call] if tools and self.call else [])
-        inside = THINK if self.thinks and prompt_end.rstrip().endswith(THINK.opening) else None
-        return OutputParser(tags, inside)
+        return OutputParser(tags, THINK if self.has_begun(prompt_end) else None)
 
 
 @dataclass
@@ -74,6 +84,12 @@ class Parsed:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
+    def extend(self, other: Parsed) -> None:
+        """By what came after."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
 
 class OutputParser:
     """Splits text as it comes. What is no valid call stays text: nothing a model says is lost."""
@@ -84,22 +100,39 @@ class OutputParser:
         self._trims = {"content": _Trimmer(bool(tags)), "reasoning": _Trimmer(True)}
         self.called = False
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the next text is one of thoughts."""
+        return self._inside is not None and self._inside.kind == "reasoning"
+
     def add(self, text: str) -> Parsed:
         """What is certain after more text."""
-        parsed = Parsed()
-        self._held += text
-        while self._step(parsed):
-            pass
-        return parsed
+        return _merge(self.split(text))
 
     def finish(self) -> Parsed:
         """What is left at the end."""
-        parsed = self.add("")
+        return _merge(self.split("", last=True))
+
+    def split(self, text: str, last: bool = False) -> Iterator[Parsed]:
+        """The same part by part: each is content, thoughts or calls. After the `last` text nothing is held back."""
+        self._held += text
+        more = True
+        while more:
+            parsed = Parsed()
+            more = self._step(parsed)
+            if parsed:
+                yield parsed
+        if last:
+            yield from self._end()
+
+    def _end(self) -> Iterator[Parsed]:
+        parsed = Parsed()
         self._put(parsed, self._held)
         self._held = ""
-        if self._call:
-            self._close_call(parsed)
-        return parsed
+        if self._inside is not None and self._inside.kind == "call":
+            self._close_call(parsed, self._inside.opening, "")
+        if parsed:
+            yield parsed
 
     def _step(self, parsed: Parsed) -> bool:
         """Pass one tag by; False when none is complete."""
@@ -118,7 +151,7 @@ class OutputParser:
         self._put(parsed, self._held[:place])
         self._held = self._held[place + len(inside.closing or "") :]
         if inside.kind == "call":
-            self._close_call(parsed)
+            self._close_call(parsed, inside.opening, str(inside.closing))
         self._inside = None
         return True
 
@@ -138,16 +171,21 @@ class OutputParser:
         else:
             parsed.content += self._trims[kind].add(text)
 
-    def _close_call(self, parsed: Parsed) -> None:
-        tag, text = self._inside, self._call
-        self._call = ""
+    def _close_call(self, parsed: Parsed, opening: str, closing: str) -> None:
+        text, self._call = self._call, ""
         calls = parse_calls(text)
         if calls is None:
-            assert tag is not None
-            parsed.content += self._trims["content"].add(f"{tag.opening}{text}{tag.closing or ''}")
+            parsed.content += self._trims["content"].add(f"{opening}{text}{closing}")
             return
         parsed.calls += calls
         self.called = True
+
+
+def _merge(parts: Iterator[Parsed]) -> Parsed:
+    whole = Parsed()
+    for part in parts:
+        whole.extend(part)
+    return whole
 
 
 class _Trimmer:

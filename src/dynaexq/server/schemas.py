@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from dynaexq.engine import Sampling
-from dynaexq.engine.requests import MAX_STOPS, MAX_TOP_LOGPROBS
-from dynaexq.integrations.grammar import ANY_OBJECT, Grammars, MatcherConstraint
+from dynaexq.engine.requests import MAX_STOPS
+from dynaexq.integrations.grammar import ANY_OBJECT, Form
 
 MAX_CHOICES = 16
-MAX_MESSAGES = 1024
 MAX_BIASES = 300
-MAX_TOOLS = 128
-
-RESERVED = {
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "messages",
-    "return_dict",
-    "tokenize",
-    "tools",
-}
-"""Variables of templates that the server sets."""
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -37,102 +22,30 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(Body):
-    """What a stream ends with."""
+class AnswerFormat(Body):
+    """What an answer must be."""
 
-    include_usage: bool = False
-
-
-class TextPart(Body):
-    """A piece of a message's text."""
-
-    type: Literal["text"]
-    text: str
+    @property
+    def form(self) -> Form | None:
+        """None is text."""
+        return None
 
 
-class CalledFunction(Body):
-    """A function and its arguments, as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class MadeCall(Body):
-    """A call that the model made earlier."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def as_template(self) -> dict[str, Any]:
-        """Templates want arguments as an object."""
-        try:
-            arguments: Any = json.loads(self.function.arguments)
-        except ValueError:
-            arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
-
-
-class ChatMessage(Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-    tool_calls: Annotated[list[MadeCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def check_role(self) -> ChatMessage:
-        """What belongs to which role."""
-        if self.content is None and self.tool_calls is None:
-            raise ValueError("a message needs content")
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
-            raise ValueError("tool_calls and reasoning_content belong to the assistant")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id and the role 'tool' go together")
-        return self
-
-    def as_template(self) -> dict[str, Any]:
-        """The form that chat templates take."""
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template() for call in self.tool_calls]
-        return message
-
-
-class FunctionTool(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Body):
-    """A tool."""
-
-    type: Literal["function"]
-    function: FunctionTool
-
-
-class TextFormat(Body):
+class TextFormat(AnswerFormat):
     """No grammar."""
 
     type: Literal["text"]
 
 
-class JsonFormat(Body):
+class JsonFormat(AnswerFormat):
     """Some JSON object."""
 
     type: Literal["json_object"]
+
+    @property
+    def form(self) -> Form:
+        """Any."""
+        return ANY_OBJECT
 
 
 class NamedSchema(Body):
@@ -144,21 +57,23 @@ class NamedSchema(Body):
     strict: bool | None = None
 
 
-class SchemaFormat(Body):
+class SchemaFormat(AnswerFormat):
     """JSON of one schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
-
-ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+    @property
+    def form(self) -> Form:
+        """The schema."""
+        return self.json_schema.schema_
 
 
 class SamplingBody(Body):
-    """What chat and plain completions share. `top_k`, `min_p`, `repetition_penalty` and `priority` are ours."""
+    """What all endpoints share. `top_k`, `min_p`, `repetition_penalty`, `priority`, `guided_regex` and `ignore_eos` (an
+    answer of full length) are ours."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -167,44 +82,39 @@ class SamplingBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = {}
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     user: str | None = None
-    response_format: ResponseFormat | None = None
     guided_regex: str | None = None
+    ignore_eos: bool = False
 
     @model_validator(mode="after")
     def check_grammar(self) -> SamplingBody:
         """One grammar at most."""
-        if self.guided_regex is not None and self.response_format is not None:
-            raise ValueError("give response_format or guided_regex, not both")
+        if self.guided_regex is not None and self.format is not None:
+            raise ValueError("give a format of the answer or guided_regex, not both")
         return self
 
-    @model_validator(mode="after")
-    def check_stream(self) -> SamplingBody:
-        """Stream options without a stream would do nothing."""
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options go with stream: true")
-        return self
+    @property
+    def format(self) -> AnswerFormat | None:
+        """Where an endpoint has one."""
+        return None
+
+    @property
+    def form(self) -> Form | None:
+        """What an answer must be; None is anything."""
+        return self.guided_regex if self.format is None else self.format.form
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return 1
 
     @property
     def stops(self) -> list[str]:
         """Stop strings."""
-        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
-
-    def constraint(self, grammars: Callable[[], Grammars]) -> MatcherConstraint | None:
-        """A new one for each choice. Raises OptionError for a grammar that cannot be enforced."""
-        if self.guided_regex is not None:
-            return grammars().regex(self.guided_regex)
-        if isinstance(self.response_format, JsonFormat):
-            return grammars().json_schema(ANY_OBJECT)
-        if isinstance(self.response_format, SchemaFormat):
-            return grammars().json_schema(self.response_format.json_schema.schema_)
-        return None
+        return []
 
     def sampling(self, choice: int, logprobs: int | None) -> Sampling:
         """Of choice number `choice`: with a seed, each has its own."""
@@ -222,43 +132,50 @@ class SamplingBody(Body):
         )
 
 
-class ChatBody(SamplingBody):
-    """POST /v1/chat/completions."""
+class StreamOptions(Body):
+    """What a stream ends with."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    chat_template_kwargs: dict[Annotated[str, StringConstraints(pattern=r"^[a-z_]{1,64}$")], bool | int | str] = {}
+    include_usage: bool = False
+
+
+class ChoicesBody(SamplingBody):
+    """What chat and plain completions share."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
     @model_validator(mode="after")
-    def check_options(self) -> ChatBody:
-        """Refuse options that conflict or would do nothing."""
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("give max_completion_tokens or max_tokens, not both")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs goes with logprobs: true")
-        if (self.tool_choice or self.parallel_tool_calls) and not self.tools:
-            raise ValueError("tool_choice and parallel_tool_calls go with tools")
-        if RESERVED & self.chat_template_kwargs.keys():
-            raise ValueError(f"chat_template_kwargs cannot set {', '.join(sorted(RESERVED))}")
+    def check_stream(self) -> ChoicesBody:
+        """Stream options without a stream would do nothing."""
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options go with stream: true")
         return self
 
     @property
-    def limit(self) -> int | None:
-        """Tokens of an answer at most."""
-        return self.max_completion_tokens or self.max_tokens
+    def format(self) -> AnswerFormat | None:
+        """Of every choice."""
+        return self.response_format
 
     @property
-    def alternatives(self) -> int | None:
-        """Alternatives to report beside each token; None reports nothing."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionBody(SamplingBody):
+class CompletionBody(ChoicesBody):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=64)]

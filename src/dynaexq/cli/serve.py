@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 import uvicorn
+import uvloop
 
 from dynaexq.cli.options import ContextOption, KvDtypeOption, Request, takes_request
 from dynaexq.cli.output import progress_bar, reports_errors, stderr
@@ -111,7 +112,8 @@ def serve(
             f"{service.name}: {llm.launch.plan.mode}, experts {format_bytes(llm.launch.plan.expert_bytes)}, {slots} "
             f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1, dashboard at {address}"
         )
-        asyncio.run(Server(config, llm).serve([listener]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(Server(config, llm).serve([listener]))
     llm.launch.check_memory()
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from dynaexq.engine.candidates import draw, narrow
+from dynaexq.engine.candidates import draw_place, draw_token
 from dynaexq.engine.requests import Alternative, Constraint, Sampling, TokenEvent
 
 
@@ -78,10 +78,10 @@ class Sampler:
         return _with_logprobs(token, logits, sampling.logprobs)
 
     def _draw(self, scores: torch.Tensor) -> int:
-        candidates = narrow(scores, self._sampling)
-        if candidates is None:
-            return draw(self._warper.cut(scores), self._generator)
-        return int(candidates.ids[draw(candidates.logits, self._generator)])
+        token = draw_token(scores, self._sampling, self._generator)
+        if token is not None:
+            return token
+        return draw_place(torch.softmax(self._warper.cut(scores), -1).numpy(), self._generator)
 
 
 def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:

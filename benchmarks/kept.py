@@ -2,8 +2,8 @@
 
     python -m benchmarks.kept [--quick] [--json FILE|-] [--readme FILE]
 
-Windows of text go through decode steps, a token at a time, so that every token looks at kept keys and values: KL of each
-form to float32, experts at bf16, dense layers at int8.
+Windows of text go through decode steps, a token at a time, so that every token looks at kept keys and values: KL of
+each form to float32, experts at bf16, dense layers at int8.
 """
 
 from __future__ import annotations

@@ -10,7 +10,19 @@ from typing import Any
 import torch
 
 from dynaexq.core import DynaExqError, OptionError
-from dynaexq.engine import Engine, EngineOptions, Event, Finish, FinishEvent, Observer, Request, Sampling
+from dynaexq.engine import (
+    Engine,
+    EngineOptions,
+    Event,
+    Finish,
+    FinishEvent,
+    Observer,
+    Request,
+    Sampling,
+    ScoredEvent,
+    Scores,
+    TokenEvent,
+)
 from dynaexq.engine.text import AnswerText
 from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.prompts import Message, PromptEncoder
@@ -81,7 +93,8 @@ class LLM:
         tokens = min(max(limits.chunk, limits.step_tokens), room) + slots
         kept, element = kept_dtype(kv_dtype, DTYPES[options.dtype]), DTYPES[options.dtype].itemsize
         scale = 4 if kept is torch.int8 else 0
-        work = Workload(tokens, room, slots, slots + 1, element, True, kept.itemsize, scale)
+        logits = max(slots, min(limits.score_tokens, room)) + 1
+        work = Workload(tokens, room, slots, logits, element, True, kept.itemsize, scale)
         self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
         self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
         slotted = SlottedModel(self.launch.model, slots, room, kv_dtype)
@@ -103,6 +116,17 @@ class LLM:
     ) -> Iterator[str]:
         """Pieces of an answer to a conversation as they come; closing the iterator cancels the rest."""
         yield from self.submit(self.encoder.encode_chat(messages), max_tokens, stop, Sampling(**sampling))
+
+    def score(self, tokens: tuple[int, ...], start: int = 1, alternatives: int = 0) -> list[TokenEvent]:
+        """Log-probabilities of the tokens of a text from place `start` on. Raises what `Engine.submit` raises."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.engine.submit(Request(tokens, 0, events.put, scores=Scores(alternatives, start)))
+        scored: list[TokenEvent] = []
+        while not isinstance(event := events.get(), FinishEvent):
+            if isinstance(event, ScoredEvent):
+                scored += event.tokens
+        _raise_failure(event)
+        return scored
 
     def submit(
         self, prompt: tuple[int, ...], max_tokens: int, stop: Sequence[str] = (), sampling: Sampling | None = None
@@ -151,8 +175,8 @@ class Stream:
                 if isinstance(event, FinishEvent):
                     finish = event
                     piece = self._text.finish()
-                elif self._text.stopped is not None:
-                    continue  # computed before the engine heard of the stop
+                elif self._text.stopped is not None or isinstance(event, ScoredEvent):
+                    continue  # computed before the engine heard of the stop; or not asked for
                 else:
                     tokens.append(event.token)
                     piece = self._text.add(event.token)
@@ -164,8 +188,7 @@ class Stream:
         finally:
             if finish is None:
                 self._engine.cancel(self._request)
-        if finish.reason is Finish.FAILED:
-            raise GenerationError(finish.error or "the request failed")
+        _raise_failure(finish)
         self.answer = Answer("".join(pieces), tuple(tokens), finish, self._text.stopped)
 
     def wait(self) -> Answer:
@@ -174,3 +197,8 @@ class Stream:
             pass
         assert self.answer is not None
         return self.answer
+
+
+def _raise_failure(finish: FinishEvent) -> None:
+    if finish.reason is Finish.FAILED:
+        raise GenerationError(finish.error or "the request failed")

@@ -21,12 +21,14 @@ from dynaexq.engine import (
     QueueFullError,
     Request,
     Sampling,
+    ScoredEvent,
+    Scores,
     StepReport,
     TokenEvent,
     TooLongError,
 )
 from dynaexq.engine.scheduler import Chunk, plan_chunks
-from support.scripted_model import VOCABULARY, ScriptedModel, answer
+from support.scripted_model import VOCABULARY, ScriptedModel, answer, next_token
 
 
 @dataclass
@@ -369,3 +371,33 @@ def test_options_out_of_range() -> None:
     ):
         with pytest.raises(OptionError):
             engine.submit(ask([1], sampling=bad)[0])
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 11])
+def test_prompts_are_scored_from_a_place_on(start: int) -> None:
+    events: list[Event] = []
+    engine = make_engine(chunk=8, score_tokens=3)
+    prompt = (1, 2, *answer((1, 2), 5), 9, 9, 9, *answer((3,), 4))
+    engine.submit(Request(prompt, 2, events.append, scores=Scores(2, start)))
+    engine.submit(Request(prompt[:3], 0, lambda _: None, scores=Scores()))
+    while engine.step():
+        pass
+    scored = [token for event in events if isinstance(event, ScoredEvent) for token in event.tokens]
+    assert [token.token for token in scored] == list(prompt[start:])
+    for place, token in enumerate(scored, start):
+        if place == 0:
+            assert token == TokenEvent(prompt[0])
+            continue
+        likely = next_token(prompt[:place])
+        assert token.logprob is not None and (token.logprob > -0.1) is (likely == token.token)
+        assert token.alternatives[0].token == likely and len(token.alternatives) == 2
+    assert [event.token for event in events if isinstance(event, TokenEvent)] == answer(prompt, 2)
+    assert engine.counts().finished["length"] == 2
+
+
+def test_what_cannot_be_scored() -> None:
+    whole = make_engine(ScriptedModel(chunked=False), score_tokens=3)
+    with pytest.raises(OptionError, match="up to 3 tokens can be scored"):
+        whole.submit(Request((1,) * 4, 1, lambda _: None, scores=Scores()))
+    with pytest.raises(OptionError, match="at least one token"):
+        whole.submit(Request((1,), 0, lambda _: None))

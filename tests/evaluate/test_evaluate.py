@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaexq.core import OptionError
-from dynaexq.evaluate import cut_windows, measure_perplexity, read_documents
+from dynaexq.evaluate import Windows, cut_windows, measure_perplexity, read_documents
 
 
 @given(st.integers(2, 200), st.integers(2, 40), st.data())
@@ -33,16 +32,12 @@ def test_unfit_windows(window: int, stride: int) -> None:
 
 
 def test_perplexity_of_a_known_distribution() -> None:
-    vocabulary = 5
-
-    def model(ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> SimpleNamespace:
-        assert not use_cache
-        logits = torch.zeros(1, ids.shape[1], vocabulary)
-        logits[..., 0] = math.log(6)  # token 0 has probability 0.6, the others 0.1
-        return SimpleNamespace(logits=logits[:, -logits_to_keep:])
+    def score(window: Windows) -> list[float]:
+        targets = window.ids[0, -window.scored :].tolist()
+        return [math.log(0.6 if target == 0 else 0.1) for target in targets]
 
     ids = torch.tensor([3, 0, 0, 1, 0, 2, 0])
-    result = measure_perplexity(model, cut_windows(ids, 4, 2), lambda *_: None)
+    result = measure_perplexity(score, cut_windows(ids, 4, 2), lambda *_: None)
     assert result.tokens == 6
     assert result.perplexity == pytest.approx(math.exp(-(4 * math.log(0.6) + 2 * math.log(0.1)) / 6))
 

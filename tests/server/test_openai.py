@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.llm import LLM
@@ -227,6 +228,32 @@ def test_keys_bodies_and_paths(running: Running) -> None:
     assert chunked.status == 413
     assert running.post("/v1/nothing", {}).status == 404
     assert request(running.port, "GET", "/v1/chat/completions", Authorization=f"Bearer {KEY}").status == 405
+
+
+def test_prompts_are_scored_as_evaluation_harnesses_ask(running: Running) -> None:
+    """echo with logprobs: every token of the prompt, the first without; the sum is that of a forward over all."""
+    prompt = list(running.llm.encoder.encode("There are 7 boxes with 4 coins in each box, and one more."))
+    options: Any = {"model": "demo", "echo": True, "logprobs": 2, "temperature": 0}
+    whole = running.client.completions.create(prompt=[prompt, prompt[:5]], max_tokens=1, **options)
+    text, short = whole.choices
+    assert text.text.startswith("There are 7 boxes") and text.logprobs is not None and short.logprobs is not None
+    assert text.logprobs.tokens is not None and len(text.logprobs.tokens) == len(prompt) + 1
+    found = text.logprobs.token_logprobs
+    assert found is not None and found[0] is None and "".join(text.logprobs.tokens) == text.text
+    with torch.inference_mode():
+        logits = running.llm.launch.model(torch.tensor([prompt])).logits[0]
+    expected = torch.log_softmax(logits, -1)[:-1].gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+    assert (torch.tensor(found[1:-1]) - expected).abs().max() < 0.05  # int8 activations: chunks of 16 tokens, or all
+    assert short.logprobs.token_logprobs is not None
+    assert short.logprobs.token_logprobs[1:5] == pytest.approx(found[1:5], abs=5e-3)
+    nothing = running.client.completions.create(prompt=prompt, max_tokens=0, **options)
+    assert nothing.usage is not None and nothing.usage.completion_tokens == 0
+    assert nothing.choices[0].logprobs is not None
+    assert nothing.choices[0].logprobs.token_logprobs == found[:-1]
+    pieces = list(running.client.completions.create(prompt="A b", max_tokens=2, echo=True, model="demo", stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces).startswith("A b")
+    for refused in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True}, {"prompt": [[1], []]}):
+        assert running.post("/v1/completions", {"model": "demo", "prompt": "A", **refused}).status == 400
 
 
 def test_an_answer_of_full_length(running: Running) -> None:

@@ -57,6 +57,11 @@ class ScriptedModel:
         self.steps[-1] = (prompt + len(tokens), decoded)
         return self._logits(slot)
 
+    def score(self, slot: int, past: int, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        """One after the other."""
+        rows = [self.prefill(slot, past + place, tokens[place : place + 1]) for place in range(len(tokens))]
+        return torch.stack(rows[-count:])
+
     def decode(self, slots: list[int], pasts: list[int], tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each."""
         assert len(set(slots)) == len(slots)

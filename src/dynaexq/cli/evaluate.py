@@ -12,11 +12,12 @@ import typer
 from dynaexq.cli.options import JsonOption, Request, takes_request
 from dynaexq.cli.output import check_json_target, print_moves, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
-from dynaexq.evaluate import cut_windows, measure_perplexity, read_documents
+from dynaexq.engine import EngineOptions
+from dynaexq.evaluate import Windows, cut_windows, measure_perplexity, read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.launch import Opened
-from dynaexq.launch_options import DTYPES
-from dynaexq.plan.memory import Workload, format_bytes
+from dynaexq.llm import LLM
+from dynaexq.plan.memory import format_bytes
 
 
 @reports_errors
@@ -55,18 +56,22 @@ def evaluate(
         raise OptionError(f"--window {window} is above the model's context of {opened.skeleton.profile.max_context}")
     ids = torch.tensor(opened.tokenizer(document)["input_ids"], dtype=torch.long)
     windows = cut_windows(ids, window, stride, max_tokens)
-    scored = max(each.scored for each in windows)
-    plan = opened.plan(options, Workload(window, window, 1, scored + 1, DTYPES[options.dtype].itemsize, kv_cache=False))
+    whole = EngineOptions(step_tokens=window, chunk=window, score_tokens=window, reuse=False)  # one pass a window
     with progress_bar() as progress:
-        launch = opened.launch(options, plan, progress)
-        start = time.perf_counter()
-        result = measure_perplexity(
-            launch.model, windows, lambda done, total, value: progress(f"perplexity: {value:.3f}", done, total)
-        )
-        seconds = time.perf_counter() - start
-    launch.runtime.close()
-    launch.check_memory()
-    report = launch.report()
+        llm = LLM(opened, slots=1, context=window, engine=whole, options=options, progress=progress)
+
+        def score(each: Windows) -> list[float]:
+            tokens = tuple(each.ids[0].tolist())
+            return [float(event.logprob or 0) for event in llm.score(tokens, len(tokens) - each.scored)]
+
+        with llm:
+            start = time.perf_counter()
+            result = measure_perplexity(
+                score, windows, lambda done, total, value: progress(f"perplexity: {value:.3f}", done, total)
+            )
+            seconds = time.perf_counter() - start
+    llm.launch.check_memory()
+    plan, report = llm.launch.plan, llm.launch.report()
     speed = result.tokens / seconds
     tiers = plan.tier if plan.high is None else f"{plan.tier} and {plan.high}"
     stderr.print(

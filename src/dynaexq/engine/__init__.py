@@ -14,6 +14,8 @@ from dynaexq.engine.requests import (
     RefusedError,
     Request,
     Sampling,
+    ScoredEvent,
+    Scores,
     TokenEvent,
     TooLongError,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "RefusedError",
     "Request",
     "Sampling",
+    "ScoredEvent",
+    "Scores",
     "SlotModel",
     "StepReport",
     "TokenEvent",

@@ -28,6 +28,9 @@ class SlotModel(Protocol):
     def prefill(self, slot: int, past: int, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens, int64 [count], to the sequence in `slot`: logits of the last, float32 [vocabulary]."""
 
+    def score(self, slot: int, past: int, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        """Like prefill: logits of the last `count` tokens, float32 [count, vocabulary]."""
+
     def decode(self, slots: list[int], pasts: list[int], tokens: torch.Tensor) -> torch.Tensor:
         """Append one token, int64 [count], to each sequence: logits, float32 [count, vocabulary]."""
 

@@ -20,10 +20,11 @@ from dynaexq.engine.requests import (
     FinishEvent,
     QueueFullError,
     Request,
+    ScoredEvent,
     TokenEvent,
     TooLongError,
 )
-from dynaexq.engine.sampler import Sampler, WarperFactory
+from dynaexq.engine.sampler import Sampler, WarperFactory, with_logprobs
 from dynaexq.engine.scheduler import Chunk, WaitingQueue, plan_chunks
 from dynaexq.engine.sequence import Sequence, SequenceView, finish_waiting
 from dynaexq.engine.slots import SlotTable
@@ -156,7 +157,10 @@ class Engine:
             self._choose(decoding, decoded)
         for each, piece, logits in firsts:
             if piece.end == len(each.request.prompt):
-                self._sample(each, logits)
+                if each.request.max_tokens == 0:
+                    self._finish(each, Finish.LENGTH)
+                else:
+                    self._sample(each, logits)
         self._counts.steps += 1
         if self.observer:
             self.observer.on_step(StepReport(self._clock() - start, computed - start, prompt_tokens, len(decoding)))
@@ -164,10 +168,15 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         request.sampling.check(self.model.vocabulary)
-        if not request.prompt or request.max_tokens < 1:
+        if not request.prompt or request.max_tokens < (0 if request.scores else 1):
             raise OptionError("a request needs a prompt, and at least one token to generate")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.model.vocabulary:
             raise OptionError(f"the prompt has tokens outside of the vocabulary of {self.model.vocabulary}")
+        if request.scores and not self.model.chunked and len(request.prompt) > self.options.score_tokens:
+            raise OptionError(
+                f"this model computes prompts in one piece: only those of up to {self.options.score_tokens} tokens can "
+                "be scored; ask without log-probabilities of the prompt"
+            )
         needed = len(request.prompt) + request.max_tokens
         if needed > self.model.room:
             raise TooLongError(
@@ -211,7 +220,7 @@ class Engine:
                     return
                 request = self._queue.pop()
                 submitted = self._submitted.pop(request.number)
-            reuse = self._table.take(request.prompt)
+            reuse = self._table.take(() if request.scores else request.prompt)
             if reuse.slot is not reuse.source:
                 self.model.copy(reuse.source.number, reuse.slot.number, reuse.length)
             sampler = Sampler(request.sampling, request.prompt, self._make_warper, request.constraint)
@@ -229,11 +238,30 @@ class Engine:
         return logits
 
     def _prefill(self, each: Sequence, piece: Chunk) -> torch.Tensor:
-        tokens = each.request.prompt[piece.start : piece.end]
-        logits = self.model.prefill(each.slot.number, piece.start, torch.tensor(tokens))
-        each.slot.tokens.extend(tokens)
+        request, slot = each.request, each.slot.number
+        at_once = self.options.score_tokens if request.scores else piece.end - piece.start
+        for start in range(piece.start, piece.end, at_once):
+            tokens = request.prompt[start : min(start + at_once, piece.end)]
+            ids = torch.tensor(tokens)
+            wanted = 0 if request.scores is None else start + len(tokens) - max(start, request.scores.start - 1)
+            if wanted > 0:
+                scored = self.model.score(slot, start, ids, min(wanted, len(tokens)))
+                self._score(request, start + len(tokens) - len(scored), scored)
+                logits = scored[-1]
+            else:
+                logits = self.model.prefill(slot, start, ids)
+            each.slot.tokens.extend(tokens)
         each.done = piece.end
         return logits
+
+    def _score(self, request: Request, place: int, logits: torch.Tensor) -> None:
+        """Report what logits [count, vocabulary] of the tokens from `place` on say of those that follow them."""
+        assert request.scores is not None
+        first = [TokenEvent(request.prompt[0])] if place == 0 and request.scores.start == 0 else []
+        targets = request.prompt[place + 1 : place + 1 + len(logits)]
+        rows = zip(targets, logits, strict=False)
+        events = [with_logprobs(target, row, request.scores.alternatives) for target, row in rows]
+        self._tell(request, ScoredEvent((*first, *events)))
 
     def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         largest = logits.numpy().argmax(-1).tolist()  # a twentieth of torch's time

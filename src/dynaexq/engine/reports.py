@@ -16,6 +16,7 @@ class EngineOptions:
     Args:
         step_tokens: tokens of one step at most, prompts and running sequences together (at least one chunk).
         chunk: tokens of a prompt that are computed at once.
+        score_tokens: tokens of a prompt whose own log-probabilities are computed at once, where a request wants them.
         queue: requests that may wait.
         reuse: whether beginnings of prompts are taken from slots that hold them. Their keys and values may come from
             other chunks, so answers can differ in the last bits.
@@ -23,12 +24,13 @@ class EngineOptions:
 
     step_tokens: int = 128
     chunk: int = 128
+    score_tokens: int = 16
     queue: int = 256
     reuse: bool = True
 
     def check(self) -> None:
         """Raise OptionError for values out of range."""
-        for name in ("step_tokens", "chunk", "queue"):
+        for name in ("step_tokens", "chunk", "score_tokens", "queue"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} is {getattr(self, name)}; it must be at least 1")
 

@@ -111,6 +111,13 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class ScoredEvent:
+    """Prompt tokens with their log-probabilities, in order; the first of a text has none."""
+
+    tokens: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True)
 class FinishEvent:
     """The end of a sequence. Seconds count from the submission; `ttft_seconds` is None if no token came.
 
@@ -134,7 +141,7 @@ class FinishEvent:
         return (self.seconds - self.ttft_seconds) / (self.generated_tokens - 1)
 
 
-Event = TokenEvent | FinishEvent
+Event = TokenEvent | ScoredEvent | FinishEvent
 Listener = Callable[[Event], None]
 """Called on the engine's thread: it must return at once. If it raises, the request is cancelled."""
 
@@ -153,6 +160,14 @@ class Constraint(Protocol):
         """Whether nothing may follow."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of the prompt's tokens from place `start` on, with so many alternatives each."""
+
+    alternatives: int = 0
+    start: int = 0
+
+
 _numbers = itertools.count(1)
 
 
@@ -160,7 +175,8 @@ _numbers = itertools.count(1)
 class Request:
     """One sequence to generate: prompt token ids, how many to add at most, and who hears of it.
 
-    `stop_tokens` end the sequence; they are not reported. Higher `priority` goes first, then who came first.
+    `stop_tokens` end the sequence; they are not reported. Higher `priority` goes first, then who came first. `scores`
+    asks for the log-probabilities of prompt tokens too; with it, `max_tokens` may be 0.
     """
 
     prompt: tuple[int, ...]
@@ -170,4 +186,5 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     priority: int = 0
     constraint: Constraint | None = None
+    scores: Scores | None = None
     number: int = field(default_factory=lambda: next(_numbers))

@@ -75,7 +75,7 @@ class Sampler:
             self._constraint.accept(token)
         if sampling.logprobs is None:
             return TokenEvent(token)
-        return _with_logprobs(token, logits, sampling.logprobs)
+        return with_logprobs(token, logits, sampling.logprobs)
 
     def _draw(self, scores: torch.Tensor) -> int:
         token = draw_token(scores, self._sampling, self._generator)
@@ -84,7 +84,8 @@ class Sampler:
         return draw_place(torch.softmax(self._warper.cut(scores), -1).numpy(), self._generator)
 
 
-def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:
+def with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:
+    """A token, its log-probability by logits [vocabulary], and the `count` likeliest ones."""
     logprobs = torch.log_softmax(logits, -1)
     best = torch.topk(logprobs, count)
     alternatives = tuple(

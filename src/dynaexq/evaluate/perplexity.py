@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -49,21 +49,17 @@ def cut_windows(ids: torch.Tensor, window: int, stride: int, max_tokens: int | N
     return windows
 
 
-def score_window(model: Any, window: Windows) -> torch.Tensor:
-    """Log-probabilities [scored, vocabulary] (float32) of the window's scored positions."""
-    with torch.inference_mode():
-        out = model(window.ids, use_cache=False, logits_to_keep=window.scored + 1)
-        return torch.log_softmax(out.logits[0, -window.scored - 1 : -1].to(torch.float32), -1)
+def measure_perplexity(
+    score: Callable[[Windows], list[float]], windows: list[Windows], progress: Callable[[int, int, float], None]
+) -> Perplexity:
+    """Perplexity over `windows`. `score` gives the log-probabilities of a window's scored tokens.
 
-
-def measure_perplexity(model: Any, windows: list[Windows], progress: Callable[[int, int, float], None]) -> Perplexity:
-    """Perplexity of `model` over `windows`. `progress(tokens done, tokens in all, perplexity so far)`."""
+    `progress(tokens done, tokens in all, perplexity so far)`.
+    """
     total = sum(window.scored for window in windows)
     loss, done = 0.0, 0
     for window in windows:
-        targets = window.ids[0, -window.scored :]
-        log_probabilities = score_window(model, window)
-        loss -= float(log_probabilities.gather(-1, targets.unsqueeze(-1)).sum(dtype=torch.float64))
+        loss -= math.fsum(score(window))
         done += window.scored
         progress(done, total, math.exp(min(loss / done, 700)))
     return Perplexity(math.exp(min(loss / done, 700)), done)

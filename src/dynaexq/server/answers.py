@@ -6,7 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from dynaexq.engine import Constraint, Engine, Event, Finish, FinishEvent, Request, Sampling, TokenEvent
+from dynaexq.engine import (
+    Constraint,
+    Engine,
+    Event,
+    Finish,
+    FinishEvent,
+    Request,
+    Sampling,
+    ScoredEvent,
+    Scores,
+    TokenEvent,
+)
 from dynaexq.engine.requests import Listener
 from dynaexq.engine.text import AnswerText, Decode
 from dynaexq.server.errors import ApiError
@@ -23,6 +34,7 @@ class Wish:
     stop_tokens: frozenset[int]
     priority: int
     constraint: Constraint | None = None
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Answers:
                     wish.stop_tokens,
                     wish.priority,
                     wish.constraint,
+                    wish.scores,
                 )
                 engine.submit(request)
                 self._choices.append(_Choice(request, AnswerText(decode, wish.prompt, wish.stops)))
@@ -96,6 +109,8 @@ class Answers:
                 if choice.done:
                     continue  # ended by a stop string, which the engine has heard of now
                 yield self._finish(index, choice, event)
+            elif isinstance(event, ScoredEvent):
+                yield Piece(index, "", event.tokens)
             elif not choice.done:
                 piece = self._add(index, choice, event)
                 if piece is not None:

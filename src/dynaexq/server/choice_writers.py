@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
@@ -152,18 +153,18 @@ class ChatWriter:
 
 
 class TextWriter:
-    """A choice of a plain completion."""
+    """A choice of a plain completion, which may begin with its prompt."""
 
     thought_tokens = 0
 
-    def __init__(self, index: int, decode: Decode) -> None:
+    def __init__(self, index: int, decode: Decode, echo: str) -> None:
         self._index, self._decode = index, decode
-        self._text = self._finish = ""
+        self._text, self._finish = echo, ""
         self._tokens: list[TokenEvent] = []
 
     def begin(self) -> list[Json]:
-        """Nothing."""
-        return []
+        """The prompt, if it is wanted."""
+        return [self._choice(self._text, [], None)] if self._text else []
 
     def add(self, piece: Piece) -> list[Json]:
         """One chunk."""
@@ -180,17 +181,19 @@ class TextWriter:
         return {"index": self._index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": finish}
 
     def _logprobs(self, tokens: list[TokenEvent]) -> Json | None:
-        known = [token for token in tokens if token.logprob is not None]
-        if not known:
+        if all(token.logprob is None for token in tokens):
             return None
-        texts = [self._decode([token.token]) for token in known]
+        texts = [self._decode([token.token]) for token in tokens]
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in known],
+            "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {self._decode([other.token]): other.logprob for other in each.alternatives} for each in known
+                None
+                if each.logprob is None  # the first of a text
+                else {self._decode([other.token]): other.logprob for other in each.alternatives}
+                for each in tokens
             ],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+            "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=0)),
         }
 
 

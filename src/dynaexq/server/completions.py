@@ -47,8 +47,11 @@ def make_router(service: Service) -> APIRouter:
         def start_grammar() -> Constraint | None:
             return None if body.form is None else service.grammars.start(body.form)
 
-        wishes = await asyncio.to_thread(service.make_wishes, body, prompts, limit, body.logprobs, start_grammar)
-        choices = [TextWriter(i, service.decode) for i in range(len(wishes))]
+        wishes = await asyncio.to_thread(
+            service.make_wishes, body, prompts, limit, body.logprobs, start_grammar, body.scores
+        )
+        echoes = [service.decode(list(wish.prompt)) if body.echo else "" for wish in wishes]
+        choices = [TextWriter(i, service.decode, echo) for i, echo in enumerate(echoes)]
         writer = ChoicesWriter(TEXT, service.name, choices, body.wants_usage)
         return await answer(service, writer, body.stream, wishes, http)
 
@@ -82,4 +85,4 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionBody) -> list[tuple[
         return [encoder.encode(prompt)]
     if isinstance(prompt[0], int):
         return [tuple(prompt)]
-    return [encoder.encode(text) for text in prompt]
+    return [encoder.encode(each) if isinstance(each, str) else tuple(each) for each in prompt]

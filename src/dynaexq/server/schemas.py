@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from dynaexq.engine import Sampling
+from dynaexq.engine import Sampling, Scores
 from dynaexq.engine.requests import MAX_STOPS
 from dynaexq.integrations.grammar import ANY_OBJECT, Form
 
 MAX_CHOICES = 16
 MAX_BIASES = 300
+MAX_PROMPTS = 64
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -175,11 +176,32 @@ class ChoicesBody(SamplingBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
 class CompletionBody(ChoicesBody):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=64)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: Literal[1] = 1
     suffix: None = None
+
+    @model_validator(mode="after")
+    def check_echo(self) -> CompletionBody:
+        """An answer of nothing is one to the question of the prompt's own log-probabilities."""
+        if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
+            raise ValueError("max_tokens may be 0 with echo and logprobs only")
+        return self
+
+    @property
+    def scores(self) -> Scores | None:
+        """Whether the prompt's tokens get log-probabilities."""
+        return Scores(self.logprobs) if self.echo and self.logprobs is not None else None

@@ -10,7 +10,7 @@ from functools import cached_property
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from dynaexq.engine import Constraint, Engine
+from dynaexq.engine import Constraint, Engine, Scores
 from dynaexq.engine.text import Decode
 from dynaexq.integrations.grammar import Grammars
 from dynaexq.integrations.transformers.prompts import PromptEncoder
@@ -67,14 +67,15 @@ class Service:
         limit: int | None,
         logprobs: int | None,
         start_grammar: Callable[[], Constraint | None],
+        scores: Scores | None = None,
     ) -> list[Wish]:
         """One wish for each prompt and choice, with its own grammar; without a limit, answers may fill the room."""
         wishes, ends = [], frozenset[int]() if body.ignore_eos else self.encoder.stop_tokens
         for prompt in prompts:
             most = max(self.engine.model.room - len(prompt), 1) if limit is None else limit
             for choice in range(body.choices):
-                sampling = body.sampling(choice, logprobs)
-                wishes.append(Wish(prompt, most, sampling, tuple(body.stops), ends, body.priority, start_grammar()))
+                sampling, stops = body.sampling(choice, logprobs), tuple(body.stops)
+                wishes.append(Wish(prompt, most, sampling, stops, ends, body.priority, start_grammar(), scores))
         return wishes
 
 

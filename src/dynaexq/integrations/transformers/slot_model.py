@@ -45,9 +45,13 @@ class SlottedModel:
 
     def prefill(self, slot: int, past: int, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens [count] to a sequence: logits of the last [vocabulary]."""
+        return self.score(slot, past, tokens, 1)[0]
+
+    def score(self, slot: int, past: int, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        """Append tokens [tokens] to a sequence: logits of the last `count` [count, vocabulary]."""
         self._cache.describe_chunk(slot, past, len(tokens))
         positions = torch.arange(past, past + len(tokens)).unsqueeze(0)
-        return self._forward(tokens.unsqueeze(0), positions)[0]
+        return self._forward(tokens.unsqueeze(0), positions, count)[0]
 
     def decode(self, slots: list[int], pasts: list[int], tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to each sequence: logits [count, vocabulary]."""
@@ -56,13 +60,13 @@ class SlottedModel:
             sequences = Sequences(places, torch.tensor(slots, dtype=torch.int32), places)
             return self._decoder.step(tokens, sequences, self._caches)
         self._cache.describe_step(slots, pasts)
-        return self._forward(tokens.unsqueeze(1), torch.tensor(pasts).unsqueeze(1))
+        return self._forward(tokens.unsqueeze(1), torch.tensor(pasts).unsqueeze(1), 1)[:, 0]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the beginning of a sequence."""
         self._cache.copy(source, target, length)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
         cache = self._cache
         cache.load_states()
         result = self._model(
@@ -71,10 +75,10 @@ class SlottedModel:
             attention_mask=self._masks.make(positions, cache.call.longest),
             **{self._argument: cache.transformers},
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=count,
         )
         cache.save_states()
-        logits: torch.Tensor = result.logits[:, -1].float()
+        logits: torch.Tensor = result.logits[:, -count:].float()
         return logits
 
     def _warm_up(self) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe_run, pin_threads, save
-from dynaexq.control import ControlLoop, ControlOptions
+from dynaexq.control import ControlLoop
+from dynaexq.control_options import ControlOptions
 from dynaexq.core import ExpertKey, ExpertShape, ModelShape
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynaexq.control import ControlOptions
+from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError, decode_handle, encode_handle
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine

@@ -11,60 +11,27 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dynaexq.core import DynaExqError, OptionError, StoreError
-from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions
+from dynaexq.control_options import ControlOptions
+from dynaexq.core import OptionError, StoreError
+from dynaexq.orders import Orders
+from dynaexq.policy import Hotness
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
 from dynaexq.steering import Steering
-from dynaexq.traffic import RoutedLayer, TrafficRecorder, check_signal
+from dynaexq.traffic import RoutedLayer, TrafficRecorder
 from dynaexq.traffic.version_map import Flags, MapRecorder, RecordedMap
 
-DRIVES = ("thread", "replay", "recorded", "blocking")
 POLL_SECONDS = 0.005
 """How often reclaiming looks again while windows hold blocks back."""
 
 SAVE_SECONDS = 30.0
 """How much hotness a killed process loses at most."""
-
-
-@dataclass(frozen=True)
-class ControlOptions:
-    """How often and how the wanted set is made.
-
-    Args:
-        first_interval, interval: `T_u` in seconds: the first after the first window, doubling up to `interval`.
-        every_windows: for the drive `replay`: windows between two updates.
-    """
-
-    drive: str = "thread"
-    first_interval: float = 0.05
-    interval: float = 1.0
-    every_windows: int = 1
-    signal: str = "count"
-    hotness: HotnessOptions = field(default_factory=HotnessOptions)
-    selection: SelectionOptions = field(default_factory=SelectionOptions)
-
-    def check(self) -> None:
-        """Raise OptionError for unknown or impossible values."""
-        if self.drive not in DRIVES:
-            raise OptionError(f"unknown drive '{self.drive}'; known drives are {', '.join(DRIVES)}")
-        if not 0 < self.first_interval <= self.interval:
-            pair = f"first_interval {self.first_interval:g} and interval {self.interval:g}"
-            raise OptionError(f"{pair}: the first must be above 0, and the second not below it")
-        if self.every_windows < 1:
-            raise OptionError(f"every_windows {self.every_windows}: need at least 1")
-        check_signal(self.signal)
-        self.hotness.check()
-        self.selection.check()
 
 
 class ControlLoop:
@@ -94,8 +61,7 @@ class ControlLoop:
         self.steering = Steering(experts.shape, pipeline.border, options.selection)
         self.routed, self.routed_high = np.zeros(experts.shape.layers), np.zeros(experts.shape.layers)
         self.ticks = 0
-        self._orders: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._wake = wake
+        self._orders, self._wake = Orders(wake), wake
         self._save = save
         self._next_save = time.monotonic() + SAVE_SECONDS
         self._saved, self._warned = 0.0, False
@@ -219,7 +185,7 @@ class ControlLoop:
     def _turn(self, now: float) -> None:
         """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic."""
         self.pipeline.step(now)
-        steered = self._take_orders()
+        steered = self._orders.take()
         due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
         if due or steered:
             self.update()
@@ -232,30 +198,9 @@ class ControlLoop:
 
     def _order(self, action: Callable[[], None]) -> None:
         """Run `action` on the loop's thread; raises what it raises."""
-        thread, done = self._thread, Future[None]()
-        if thread is None:
+        if self._thread is None:
             raise OptionError("versions of this run do not move in the background, so there is nothing to steer")
-        self._orders.append((action, done))
-        self._wake.set()
-        while not done.done():
-            if not thread.is_alive():
-                raise OptionError("versions move no more; the run is at its end")
-            wait([done], POLL_SECONDS)
-        done.result()
-
-    def _take_orders(self) -> bool:
-        """Make the changes that were asked for; whether there were any."""
-        made = False
-        while self._orders:
-            action, done = self._orders.popleft()
-            try:
-                action()
-            except DynaExqError as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-                made = True
-        return made
+        self._orders.give(action, self._thread)
 
     def _collect(self) -> None:
         traffic = self.recorder.collect()

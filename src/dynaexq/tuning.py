@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from dynaexq.control import ControlOptions
+from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError
 from dynaexq.policy import HotnessOptions, SelectionOptions
 from dynaexq.residency.layout import check_layout

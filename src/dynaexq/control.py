@@ -8,6 +8,7 @@ sections 3 and 4.)
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -64,7 +65,9 @@ class ControlLoop:
         self._orders, self._wake = Orders(wake), wake
         self._save = save
         self._next_save = time.monotonic() + SAVE_SECONDS
-        self._saved, self._warned = 0.0, False
+        self._saved = 0.0
+        self._unsaved: str | None = None
+        self._unrecorded: str | None = None
         self._closing = threading.Event()
         self._failure: Exception | None = None
         self._interval = options.first_interval
@@ -99,7 +102,7 @@ class ControlLoop:
         self.recorder.add(layers, prefill, high)
         self._windows += 1
         if self._record is not None:
-            self._record.note(high)
+            self._note(self._record, high)
         if self.options.drive == "recorded":
             self._collect()
         elif self.options.drive == "thread":
@@ -143,7 +146,8 @@ class ControlLoop:
         self._collect()
         self._save_hotness()
         if self._record is not None:
-            self._record.close()
+            with contextlib.suppress(StoreError):  # a map without an end is none
+                self._record.close()
 
     @property
     def hot_share_high(self) -> float:
@@ -161,7 +165,8 @@ class ControlLoop:
         """What is wrong with moving versions, for people."""
         if self._failure is not None:
             return [f"versions move no more: {self._failure}"]
-        return [] if self._closing.is_set() else self.pipeline.problems()
+        own = [problem for problem in (self._unsaved, self._unrecorded) if problem is not None]
+        return own if self._closing.is_set() else [*own, *self.pipeline.problems()]
 
     def _run(self) -> None:
         try:
@@ -202,6 +207,14 @@ class ControlLoop:
             raise OptionError("versions of this run do not move in the background, so there is nothing to steer")
         self._orders.give(action, self._thread)
 
+    def _note(self, record: MapRecorder, high: Flags) -> None:
+        """Record a window's map; a recording with a hole is none, so the first failure ends it."""
+        try:
+            record.note(high)
+        except StoreError as error:
+            self._record, self._unrecorded = None, f"versions are not recorded any more: {error}"
+            warnings.warn(self._unrecorded, stacklevel=2)
+
     def _collect(self) -> None:
         traffic = self.recorder.collect()
         if traffic.windows:
@@ -214,9 +227,11 @@ class ControlLoop:
         try:
             self._save_new_hotness()
         except StoreError as error:
-            if not self._warned:
+            if self._unsaved is None:
                 warnings.warn(f"hotness is not kept: {error}", stacklevel=2)
-            self._warned = True
+            self._unsaved = f"hotness is not kept: {error}"
+        else:
+            self._unsaved = None
 
     def _save_new_hotness(self) -> None:
         self._collect()

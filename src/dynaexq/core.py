@@ -142,6 +142,10 @@ class StoreError(DynaExqError):
     exit_code = 5
 
 
+class SideFileError(StoreError):
+    """A traffic profile or a version map is damaged, or belongs to something else; the store is not to blame."""
+
+
 class MemoryLimitError(DynaExqError):
     """The memory limit is below what the run needs."""
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynaexq.core import MemoryLimitError, OptionError, StoreError
+from dynaexq.core import MemoryLimitError, OptionError, SideFileError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.integrations.hub import resolve_model
@@ -165,6 +165,8 @@ class Opened:
                 self._prepare(cached, wanted, options.memory, progress)
             try:
                 model = load(cached)
+            except SideFileError:
+                raise
             except StoreError as error:
                 warnings.warn(f"{error}; restoring it from the checkpoint", stacklevel=2)
                 self._prepare(cached, wanted, options.memory, progress)

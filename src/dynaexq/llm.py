@@ -201,4 +201,4 @@ class Stream:
 
 def _raise_failure(finish: FinishEvent) -> None:
     if finish.reason is Finish.FAILED:
-        raise GenerationError(finish.error or "the request failed")
+        raise finish.cause or GenerationError(finish.error or "the request failed")

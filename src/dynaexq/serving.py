@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 from dynaexq.tuning import Tuning
 
+REPORT_SECONDS = 30.0
 LoadProgress = Callable[[int, int], None]
 
 
@@ -103,9 +105,11 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
         recorded.check_capacity(plan.capacity)
     experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
     link = load_versions(experts, source, tiers, pick_hottest(known.scores, plan.capacity), serving.progress)
+    experts.shares_by_layer = recorded is None
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
-    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), warnings.warn)
+    report = FailureReport()
+    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), report)
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
     record = None
     if adaptive.record is not None:
@@ -121,6 +125,23 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
     weakref.finalize(runtime, control.close)  # when the model is dropped, or at exit: threads end, hotness is kept
     return runtime
+
+
+class FailureReport:
+    """Warns of failed transitions, now and then: a disk that is gone fails them all."""
+
+    def __init__(self) -> None:
+        self._next, self._untold = 0.0, 0
+
+    def __call__(self, text: str) -> None:
+        """One more."""
+        now = time.monotonic()
+        if now < self._next:
+            self._untold += 1
+            return
+        more = f" (and {self._untold} more since the last report)" if self._untold else ""
+        warnings.warn(text + more, stacklevel=2)
+        self._next, self._untold = now + REPORT_SECONDS, 0
 
 
 class StateSaver:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -217,6 +217,29 @@ def test_a_failed_copy_nobody_wants_any_more_is_not_tried_again() -> None:
     pipeline.step(0.0)
     pipeline.step(100.0)
     assert pipeline.idle and not engine.running and pipeline.counters.failed == 1
+
+
+@given(seed=st.integers(0, 10_000), spare=st.integers(1, 2))
+@settings(max_examples=60)
+def test_a_way_leads_from_any_recorded_map_to_the_next(seed: int, spare: int) -> None:
+    """Maps of a run in exchange: as many high as the plan has, or fewer by up to the spare blocks."""
+    random, experts = np.random.default_rng(seed), build([2, 2], keep_low=False, spare=spare)
+    experts.shares_by_layer = False
+    engine = FakeCopyEngine()
+    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    for _ in range(6):
+        wanted = np.zeros((SHAPE.layers, SHAPE.experts), bool)
+        for layer, slots in enumerate(experts.capacity):
+            wanted[layer, random.permutation(SHAPE.experts)[: int(slots)]] = True
+        for place in random.permutation(np.flatnonzero(wanted))[: random.integers(0, spare + 1)]:
+            wanted.ravel()[place] = False
+        pipeline.want(wanted, random.random(wanted.shape))
+        for _ in range(30):
+            pipeline.step(0.0)
+            for ticket in list(engine.running):
+                engine.end(ticket)
+        assert np.array_equal(experts.high_mask(), wanted)
+        experts.check_integrity()
 
 
 @pytest.mark.parametrize("keep_low", [False, True])

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from dynaexq.core import SideFileError
 from dynaexq.llm import LLM
 from dynaexq.residency.versions import VersionedExperts
 from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.traffic import TrafficProfile
+from dynaexq.traffic.version_map import MapRecorder
 from support.serving import Reply, request, serve_app, wait_for
 
 API_KEY, ADMIN_KEY = "everybody", "operator"
@@ -142,7 +144,7 @@ def test_memory_goes_and_comes_back_while_an_answer_runs(running: Running) -> No
         running.settle()
         running.experts.check_integrity()
         now = running.state()
-        assert nbytes - 100_000 < now["expert_memory"]["bytes"] <= nbytes
+        assert nbytes - 100_000 < now["expert_memory"]["bytes"] == now["expert_memory"]["wanted"] <= nbytes
         assert now["memory"]["parts"]["experts"] == now["expert_memory"]["bytes"]
         assert now["tiers"][0]["experts"] <= sum(now["capacity"])
     stream.close()  # type: ignore[attr-defined]
@@ -199,10 +201,45 @@ def test_hotness_is_saved_now(running: Running) -> None:
         ("pin", {"experts": [[0, 0]], "tier": "int8"}),
         ("expert-memory", {"bytes": -1}),
         ("unpin", b"[1"),
+        ("pin", {"experts": [[True, 1]], "tier": "high"}),
+        ("pin", {"experts": [["0", 1]], "tier": "high"}),
+        ("expert-memory", {"bytes": True}),
+        ("expert-memory", {"bytes": "9" * 31}),
+        ("expert-memory", {"bytes": "9" * 5000}),
+        ("mode", b'{"mode": "\\ud800"}'),
+        ("pause", {"please": True}),
+        ("resume", b"x"),
     ],
 )
 def test_bad_orders(running: Running, path: str, body: Any) -> None:
     assert running.refuse(path, body)
+
+
+def test_what_is_not_saved_or_recorded_is_said(
+    embedded_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk answers go on; a recording with a hole would be none, so it ends."""
+    options: dict[str, Any] = {"mode": "dynaexq", "high": "int8", "low": "int2", "expert_memory": "12M"}
+    record = tmp_path / "map.jsonl"
+    with (
+        LLM(str(embedded_store), slots=1, context=128, record=record, **options) as llm,
+        serve_app(llm, Metrics()) as port,
+    ):
+        llm.generate("copy: a", max_tokens=4)
+        written = record.read_text()
+        assert written.count("\n") >= 2  # line by line: a killed run has lost nothing
+
+        def full(*_: Any) -> None:
+            raise SideFileError("the disk is full")
+
+        monkeypatch.setattr(MapRecorder, "note", full)
+        with pytest.warns(UserWarning, match="not recorded any more"):
+            assert len(llm.generate("copy: a b", max_tokens=8).tokens) > 0
+        monkeypatch.undo()
+        llm.generate("copy: a b c", max_tokens=8)
+        assert record.read_text() == written
+        (problem,) = request(port, "GET", "/ready").json["problems"]
+        assert "not recorded" in problem
 
 
 def test_nothing_to_change_where_nothing_moves(embedded_store: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.llm import LLM
-from dynaexq.server.limits import Limits
+from dynaexq.server.limits import Limits, is_local
 from dynaexq.server.metrics import Metrics
 from support.serving import Reply, request, serve_app, wait_for
 
@@ -225,7 +225,7 @@ def test_keys_bodies_and_paths(running: Running) -> None:
     assert running.post("/v1/chat/completions", b"{").error["message"] == "the body is not valid JSON"
     assert running.post("/v1/chat/completions", b" " * 100_001).status == 413
     chunked = running.post("/v1/chat/completions", iter([b" " * 60_000] * 2))
-    assert chunked.status == 413
+    assert chunked.status == 413 and chunked.error["code"] == "body_too_large"
     assert running.post("/v1/nothing", {}).status == 404
     assert request(running.port, "GET", "/v1/chat/completions", Authorization=f"Bearer {KEY}").status == 405
 
@@ -254,6 +254,45 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask(running: Running) -> Non
     assert "".join(piece.choices[0].text for piece in pieces).startswith("A b")
     for refused in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True}, {"prompt": [[1], []]}):
         assert running.post("/v1/completions", {"model": "demo", "prompt": "A", **refused}).status == 400
+
+
+def test_halves_of_characters_are_no_text(running: Running) -> None:
+    for path, body in (
+        ("completions", b'{"model": "\\ud800", "prompt": "a"}'),
+        ("completions", b'{"model": "demo", "prompt": "\\ud800"}'),
+        ("chat/completions", b'{"model": "demo", "messages": [{"role": "user", "content": "\\udfff"}]}'),
+        ("responses", b'{"model": "demo", "input": "\\ud83d"}'),
+    ):
+        reply = running.post(f"/v1/{path}", body)
+        assert reply.status == 400 and "surrogate" in reply.error["message"]
+
+
+def test_long_prompts_are_refused_before_they_are_encoded(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encoded = running.llm.encoder.tokenizer, []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text, **more: encoded.append(len(text)) or encode(self, text, **more)
+    )
+    text = "a b " * 20_000
+    for path, body in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("responses", {"input": text}),
+    ):
+        reply = running.post(f"/v1/{path}", {"model": "demo", **body})
+        assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
+    assert sum(encoded) < len(text)
+
+
+def test_local_names() -> None:
+    for host, local in (
+        ("localhost", True),
+        ("LOCALHOST", True),
+        ("127.0.0.2", True),
+        ("::1", True),
+        ("evil.com", False),
+    ):
+        assert is_local(host) is local
 
 
 def test_an_answer_of_full_length(running: Running) -> None:

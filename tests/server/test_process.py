@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from dynaexq.cli.serve import check_exposure, listen
+from dynaexq.cli.serve import check_exposure, check_names, listen
 from dynaexq.core import OptionError
 from support.serving import request
 
@@ -29,7 +29,14 @@ class Served:
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process, self.port = process, port
+        self.rest = ""
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.rest = self.process.stderr.read()
 
 
 @contextmanager
@@ -45,7 +52,6 @@ def served(cache: Path, *options: str) -> Iterator[Served]:
             break
     else:
         raise AssertionError("".join(seen))
-    threading.Thread(target=process.stderr.read, daemon=True).start()
     try:
         yield Served(process, int(found[1]))
     finally:
@@ -77,13 +83,21 @@ def test_answers_end_before_the_server_goes(cache: Path) -> None:
 
 
 def test_a_second_server_shares_the_store_and_a_killed_one_harms_nothing(cache: Path) -> None:
-    with served(cache) as first, served(cache, "--name", "other") as second:
+    with served(cache) as first, served(cache, "--name", "other", "--drain", "0.2") as second:
         for server in (first, second):
             assert request(server.port, "GET", "/ready").status == 200
         first.process.kill()
         assert second.client.completions.create(model="other", prompt="The ", max_tokens=4).choices
+        endless: Any = {**ASK, "model": "other", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+        stream = second.client.completions.create(**endless)
+        next(iter(stream))
         second.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in stream:
+                pass
         assert second.process.wait(60) == 0
+        second.reader.join(60)
+        assert "Traceback" not in second.rest and "ERROR" not in second.rest
 
 
 def test_what_stops_the_start() -> None:
@@ -108,6 +122,19 @@ def test_what_stops_the_start() -> None:
 def test_nobody_is_let_in_by_accident(host: str, key: str | None, without: bool, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_exposure(host, key, without)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\x1b[31mb", "a\nb"])
+def test_names_that_nobody_can_type(name: str) -> None:
+    with pytest.raises(OptionError, match="--name"):
+        check_names(name, [])
+
+
+def test_origins() -> None:
+    check_names(None, ["https://a.b", "http://localhost:3000", "*"])
+    for origin in ("a.b", "https://a.b/", "ftp://a", "https://a b"):
+        with pytest.raises(OptionError, match="--cors"):
+            check_names(None, [origin])
 
 
 def test_addresses_that_are_fine() -> None:

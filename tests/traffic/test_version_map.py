@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from dynaexq.core import ExpertShape, ModelShape, OptionError, StoreError
+from dynaexq.core import ExpertShape, ModelShape, OptionError, SideFileError, StoreError
 from dynaexq.engine import Engine, EngineOptions, FinishEvent, Request, Sampling
 from dynaexq.integrations.transformers.sampling import TransformersWarper
+from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.launch_options import LaunchOptions
 from dynaexq.llm import LLM
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
@@ -143,6 +145,16 @@ def test_a_crowd_in_moving_maps_says_what_each_says_alone_in_the_same_maps(
         mine = write(tmp_path / f"{index}.jsonl", own, head)
         with LLM(str(embedded_store), slots=1, context=128, engine=limits, replay=mine, **OPTIONS) as alone:
             assert list(alone.submit(encoded[index], 12).wait().tokens) == answers[index]
+
+
+def test_a_bad_map_leaves_the_store_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached store of a checkpoint is restored where it is damaged; a map that does not fit is no damage of it."""
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))
+    small = write(tmp_path / "map.jsonl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SideFileError, match="another model"):
+            LLM(str(EMBEDDED_MODEL), slots=1, context=64, replay=small, **OPTIONS)
 
 
 def test_the_same_run_again(embedded_store: Path, tmp_path: Path) -> None:

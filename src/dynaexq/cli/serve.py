@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
+import re
 import socket
 import time
 from types import FrameType
@@ -23,7 +23,7 @@ from dynaexq.launch import EMBEDDED_MODEL, Opened
 from dynaexq.llm import LLM
 from dynaexq.plan.memory import format_bytes
 from dynaexq.server.app import create_app
-from dynaexq.server.limits import Limits
+from dynaexq.server.limits import Limits, is_local
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
 from dynaexq.server.state import StateView
@@ -31,6 +31,11 @@ from dynaexq.server.state import StateView
 API_KEY_VARIABLE = "DYNAEXQ_API_KEY"
 ADMIN_KEY_VARIABLE = "DYNAEXQ_ADMIN_KEY"
 DEFAULTS = EngineOptions()
+BODY_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 64, 1 << 18
+"""Several times what text takes, escapes and JSON around it included: what is longer cannot fit the model's room."""
+
+FORCED_SECONDS = 5.0
+"""Between telling answers to end, once their time is up, and closing connections."""
 
 
 @reports_errors
@@ -66,13 +71,21 @@ def serve(
     ] = DEFAULTS.step_tokens,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = DEFAULTS.queue,
     reuse: Annotated[bool, typer.Option("--reuse/--no-reuse", help="Reuse beginnings of prompts.")] = DEFAULTS.reuse,
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body at most.")] = Limits.body_bytes,
+    max_body: Annotated[
+        int | None,
+        typer.Option(
+            min=1024,
+            help=f"Bytes of a request's body at most. [default: {BODY_BYTES_PER_TOKEN} for each token of --context]",
+            show_default=False,
+        ),
+    ] = None,
     cors: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may ask; repeatable.", show_default=False)
     ] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running answers get at shutdown.")] = 30.0,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models, /metrics.
+    """Serve a model over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models;
+    with a dashboard at /, and /state, /metrics, /ready, and /admin for operators.
 
     Examples:
 
@@ -84,6 +97,7 @@ def serve(
     """
     check_exposure(host, api_key, no_api_key)
     check_admin_key(admin_key, api_key)
+    check_names(name, cors or [])
     listener = listen(host, port)
     quiet_transformers()
     chunk = min(step_tokens, DEFAULTS.chunk)
@@ -105,24 +119,29 @@ def serve(
         own = "demo" if request.model == str(EMBEDDED_MODEL) else opened.root.resolve().name
         service = Service(name or own, llm.engine, llm.encoder, int(time.time()))
         view = StateView(service, llm.launch.runtime, metrics.pace)
-        app = create_app(service, metrics, Limits(api_key, max_body, admin_key), view, cors or ())
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=round(drain) or 1)
+        body = max_body or max(BODY_BYTES_PER_TOKEN * llm.engine.model.room, LEAST_BODY_BYTES)
+        rules = Limits(api_key, body, admin_key, local_names=api_key is None and is_local(host))
+        app = create_app(service, metrics, rules, view, cors or ())
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=round(drain + FORCED_SECONDS)
+        )
         address = f"http://{host}:{listener.getsockname()[1]}"
         stderr.print(
             f"{service.name}: {llm.launch.plan.mode}, experts {format_bytes(llm.launch.plan.expert_bytes)}, {slots} "
             f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1, dashboard at {address}"
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(Server(config, llm).serve([listener]))
+            runner.run(Server(config, llm, drain).serve([listener]))
     llm.launch.check_memory()
 
 
 class Server(uvicorn.Server):
     """Lets running answers end before it goes; a second signal does not wait for them."""
 
-    def __init__(self, config: uvicorn.Config, llm: LLM) -> None:
+    def __init__(self, config: uvicorn.Config, llm: LLM, drain: float) -> None:
+        """`drain`: seconds that running answers get; then they are told that the server goes."""
         super().__init__(config)
-        self._llm = llm
+        self._llm, self._drain = llm, drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal is how a server is told to go: no error, and none to raise again."""
@@ -136,7 +155,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, wait for answers, close."""
         self._llm.engine.drain()
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._drain, lambda: loop.run_in_executor(None, self._llm.engine.close))
         await super().shutdown(sockets)
+        ending.cancel()
 
 
 def check_exposure(host: str, api_key: str | None, without: bool) -> None:
@@ -154,20 +176,21 @@ def check_exposure(host: str, api_key: str | None, without: bool) -> None:
         )
 
 
+def check_names(name: str | None, origins: list[str]) -> None:
+    """Raise OptionError for a model's name that nobody can type, or an origin that no browser sends."""
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise OptionError(f"--name {name!r} is empty, or has characters that cannot be printed")
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise OptionError(f"--cors {origin!r} is no origin; write https://HOST or http://HOST:PORT, without a path")
+
+
 def check_admin_key(admin_key: str | None, api_key: str | None) -> None:
     """Raise OptionError for an admin key that keeps nobody out."""
     if admin_key is not None and not admin_key.strip():
         raise OptionError(f"the admin key is empty; leave out --admin-key and {ADMIN_KEY_VARIABLE}, or give one")
     if admin_key is not None and admin_key == api_key:
         raise OptionError("--admin-key is the API key, so that every client is an admin; give another")
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -151,7 +151,7 @@ class Engine:
         except MemoryLimitError:
             raise  # a limit that was passed once stays passed: there is no going on
         except Exception as error:  # a model's failure must not end the server
-            self._end_all(Finish.FAILED, f"{type(error).__name__}: {error}")
+            self._end_all(Finish.FAILED, error)
             return True
         if decoded is not None:
             self._choose(decoding, decoded)
@@ -199,9 +199,11 @@ class Engine:
         except BaseException as error:
             with self._changed:
                 self._closed = True
-            self._end_all(Finish.FAILED, f"the engine has stopped: {error}")
-            if not isinstance(error, MemoryLimitError):  # whoever started the engine checks the memory himself
-                raise
+            if isinstance(error, MemoryLimitError):  # whoever started the engine checks the memory himself
+                self._end_all(Finish.FAILED, error)
+                return
+            self._end_all(Finish.FAILED, EngineClosedError(f"the engine has stopped: {error}"))
+            raise
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -275,7 +277,7 @@ class Engine:
         try:
             event = each.sampler.choose(logits)
         except Exception as error:  # a grammar that has no way on, logits that are no numbers
-            self._finish(each, Finish.FAILED, f"{type(error).__name__}: {error}")
+            self._finish(each, Finish.FAILED, error)
         else:
             self._take(each, event)
 
@@ -294,7 +296,7 @@ class Engine:
         elif each.sampler.complete:
             self._finish(each, Finish.STOP)
 
-    def _finish(self, each: Sequence, reason: Finish, error: str | None = None) -> None:
+    def _finish(self, each: Sequence, reason: Finish, error: Exception | None = None) -> None:
         self._running.remove(each)
         if reason is Finish.FAILED:
             each.slot.tokens.clear()  # who knows what the slot holds
@@ -307,7 +309,7 @@ class Engine:
             waited = self._clock() - self._submitted.pop(request.number)
         self._report(request, finish_waiting(request, reason, waited))
 
-    def _end_all(self, reason: Finish, error: str | None = None) -> None:
+    def _end_all(self, reason: Finish, error: Exception | None = None) -> None:
         for each in list(self._running):
             self._finish(each, reason, error)
         while self._closed:

@@ -121,7 +121,8 @@ class ScoredEvent:
 class FinishEvent:
     """The end of a sequence. Seconds count from the submission; `ttft_seconds` is None if no token came.
 
-    `reused_tokens` of the prompt came from a slot that held them already.
+    `reused_tokens` of the prompt came from a slot that held them already. `cause` is the error, where it is one that a
+    user can do something about.
     """
 
     reason: Finish
@@ -132,6 +133,7 @@ class FinishEvent:
     ttft_seconds: float | None
     seconds: float
     error: str | None = None
+    cause: DynaExqError | None = None
 
     @property
     def tpot_seconds(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynaexq.core import DynaExqError
 from dynaexq.engine.requests import Finish, FinishEvent, Request
 from dynaexq.engine.sampler import Sampler
 from dynaexq.engine.slots import Slot
@@ -45,7 +46,7 @@ class Sequence:
         counts = len(request.prompt), self.done, self.generated, request.max_tokens
         return SequenceView(request.number, state, *counts, now - self.submitted)
 
-    def finish(self, reason: Finish, now: float, error: str | None = None) -> FinishEvent:
+    def finish(self, reason: Finish, now: float, error: Exception | None = None) -> FinishEvent:
         """What its end is reported as."""
         return FinishEvent(
             reason=reason,
@@ -55,10 +56,16 @@ class Sequence:
             queue_seconds=self.started - self.submitted,
             ttft_seconds=None if self.first is None else self.first - self.submitted,
             seconds=now - self.submitted,
-            error=error,
+            error=None if error is None else describe(error),
+            cause=error if isinstance(error, DynaExqError) else None,
         )
 
 
 def finish_waiting(request: Request, reason: Finish, waited: float) -> FinishEvent:
     """The end of a request that never got a slot."""
     return FinishEvent(reason, len(request.prompt), 0, 0, waited, None, waited)
+
+
+def describe(error: Exception) -> str:
+    """For people: what nobody foresaw with its kind."""
+    return str(error) if isinstance(error, DynaExqError) else f"{type(error).__name__}: {error}"

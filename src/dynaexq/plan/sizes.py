@@ -26,7 +26,7 @@ UNITS = {
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of a size such as `700M`, `1.5GiB` (binary) or `2GB` (decimal). Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,19}(?:\.[0-9]{1,19})?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
         raise OptionError(f"{option} {text!r} is no size; write bytes or a unit, such as 700M, 1.5G or 12GB")

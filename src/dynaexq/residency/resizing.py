@@ -33,6 +33,11 @@ class PoolBorder:
         return self._experts.capacity
 
     @property
+    def wanted_bytes(self) -> int:
+        """Expert memory with those."""
+        return self.most_bytes - int(self._most.sum() - self.wanted.sum()) * self._each
+
+    @property
     def least_bytes(self) -> int:
         """Expert memory without any high slot."""
         return self.most_bytes - int(self._most.sum()) * self._each

@@ -50,6 +50,9 @@ class VersionedExperts(ExpertArena):
 
     The plan says how many blocks each pool has, how many experts of a layer can be high, and whether the low version
     stays resident under a high one (a demotion then copies nothing) or gives its block up (fewer bytes).
+
+    `shares_by_layer` False lets a layer have more high experts for a moment: between two given maps, both of which keep
+    to the plan, a way may lead through more of one layer and fewer of another only.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class VersionedExperts(ExpertArena):
         super().__init__(source.shape, [source.format(tier) for tier in tiers])
         assert [layout.extent_bytes for layout in self.layouts] == [plan.high_bytes, plan.low_bytes]
         self.capacity = self._most = plan.capacity
+        self.shares_by_layer = True
         self.keep_low = plan.keep_low
         high_end = plan.high_bytes * plan.high_blocks
         self.pools = [
@@ -98,7 +102,7 @@ class VersionedExperts(ExpertArena):
         """
         entry = self.entries[key]
         pool = HIGH if to_high else LOW
-        if to_high and self._high_counts[key.layer] >= self.capacity[key.layer]:
+        if to_high and self.shares_by_layer and self._high_counts[key.layer] >= self.capacity[key.layer]:
             return None
         offset = self.pools[pool].take()
         if offset is None:
@@ -202,7 +206,8 @@ class VersionedExperts(ExpertArena):
             highs[item.key.layer] += item.pool == HIGH
             assert self.entries[item.key].state is Residency.EVICTING
         assert len(self.retired) == sum(entry.state is Residency.EVICTING for entry in self.entries.values())
-        assert np.array_equal(highs, self._high_counts) and (highs <= self._most).all()
+        assert np.array_equal(highs, self._high_counts)
+        assert not self.shares_by_layer or (highs <= self._most).all()
         for blocks, offsets in zip(self.pools, held, strict=True):
             blocks.check_integrity()
             assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"

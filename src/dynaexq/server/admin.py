@@ -12,41 +12,46 @@ from dynaexq.control import ControlLoop
 from dynaexq.core import ExpertKey, OptionError
 from dynaexq.plan.sizes import parse_size
 from dynaexq.runtime import ExpertRuntime
-from dynaexq.server.schemas import Body
+from dynaexq.server.schemas import WholeBody
 from dynaexq.server.state import Json, describe_steering
 from dynaexq.steering import Steering
 
 MAX_PINS = 65536
 
-Place = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+Number = Annotated[int, Field(strict=True, ge=0)]
+Place = tuple[Number, Number]
 """MoE layer and expert."""
 
 Places = Annotated[list[Place], Field(min_length=1, max_length=MAX_PINS)]
 
 
-class ModeBody(Body):
+class EmptyBody(WholeBody):
+    """POST /admin/pause, resume and save: nothing, or an empty object."""
+
+
+class ModeBody(WholeBody):
     """POST /admin/mode."""
 
     mode: str
 
 
-class PinBody(Body):
+class PinBody(WholeBody):
     """POST /admin/pin."""
 
     experts: Places
     tier: Literal["high", "low"]
 
 
-class UnpinBody(Body):
+class UnpinBody(WholeBody):
     """POST /admin/unpin."""
 
     experts: Places
 
 
-class MemoryBody(Body):
+class MemoryBody(WholeBody):
     """POST /admin/expert-memory: bytes, or a size such as "10G"."""
 
-    bytes: Annotated[int, Field(ge=0)] | str
+    bytes: Number | Annotated[str, Field(strict=True, max_length=32)]
 
 
 def make_router(runtime: ExpertRuntime) -> APIRouter:
@@ -63,12 +68,12 @@ def make_router(runtime: ExpertRuntime) -> APIRouter:
         return describe_steering(runtime)
 
     @router.post("/pause")
-    def pause() -> Json:
+    def pause(body: EmptyBody | None = None) -> Json:
         """Start no transition until resumed."""
         return steer(lambda steering: steering.pause(True))
 
     @router.post("/resume")
-    def resume() -> Json:
+    def resume(body: EmptyBody | None = None) -> Json:
         """Move versions again."""
         return steer(lambda steering: steering.pause(False))
 
@@ -94,7 +99,7 @@ def make_router(runtime: ExpertRuntime) -> APIRouter:
         return steer(lambda steering: steering.resize(nbytes))
 
     @router.post("/save")
-    def save() -> Json:
+    def save(body: EmptyBody | None = None) -> Json:
         """Save hotness to the file of --state now."""
         control().save_hotness()
         return describe_steering(runtime)

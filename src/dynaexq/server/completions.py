@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from dynaexq.engine import Constraint
-from dynaexq.integrations.transformers.prompts import PromptEncoder
 from dynaexq.server.chat_schemas import ChatBody
 from dynaexq.server.choice_writers import ChatWriter, ChoicesWriter, Style, TextWriter
 from dynaexq.server.conversation import prepare
@@ -42,7 +41,7 @@ def make_router(service: Service) -> APIRouter:
         """Continue a text, or several."""
         service.check_model(body.model)
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        prompts = await asyncio.to_thread(_encode_prompts, service.encoder, body)
+        prompts = await asyncio.to_thread(_encode_prompts, service, body)
 
         def start_grammar() -> Constraint | None:
             return None if body.form is None else service.grammars.start(body.form)
@@ -79,10 +78,13 @@ def _describe_model(service: Service) -> dict[str, Any]:
     }
 
 
-def _encode_prompts(encoder: PromptEncoder, body: CompletionBody) -> list[tuple[int, ...]]:
+def _encode_prompts(service: Service, body: CompletionBody) -> list[tuple[int, ...]]:
     prompt = body.prompt
-    if isinstance(prompt, str):
-        return [encoder.encode(prompt)]
-    if isinstance(prompt[0], int):
-        return [tuple(prompt)]
-    return [encoder.encode(each) if isinstance(each, str) else tuple(each) for each in prompt]
+    several: list[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+    return [_encode_text(service, each) if isinstance(each, str) else tuple(each) for each in several]
+
+
+def _encode_text(service: Service, text: str) -> tuple[int, ...]:
+    with service.encoding:
+        service.encoder.check_length([text], service.engine.model.room)
+        return service.encoder.encode(text)

@@ -42,7 +42,10 @@ def prepare(
     if offers and conventions.call is None:
         raise ApiError(400, "the model's chat template has no form of tool calls that this server reads", "tools")
     tools = [function.as_template() for function in body.functions] if offers else None
-    prompt = encoder.encode_chat(messages, tools, **body.chat_template_kwargs)
+    texts = [str(part) for message in messages for part in message.values()] + [str(tool) for tool in tools or []]
+    with service.encoding:
+        encoder.check_length(texts, service.engine.model.room)
+        prompt = encoder.encode_chat(messages, tools, **body.chat_template_kwargs)
     prompt_end = encoder.decode_all(list(prompt[-PROMPT_END_TOKENS:]))
     calls = _calls(body, conventions) if offers else None
     thoughts = _thoughts(conventions, prompt_end)

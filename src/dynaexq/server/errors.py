@@ -66,6 +66,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
     first = _most_telling(error.errors())
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
+    if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type"):
+        return ApiError(400, "the body must be a JSON object, sent with 'Content-Type: application/json'")
     place = _find_place(first, error.body)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unsupported parameter: {place}", place, "unsupported_parameter")
@@ -101,7 +103,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        return ApiError(error.status_code, str(error.detail)).response()
+        code = "body_too_large" if error.status_code == 413 else None
+        return ApiError(error.status_code, str(error.detail), code=code).response()
 
     @app.exception_handler(Exception)
     @app.exception_handler(ApiError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -24,6 +25,8 @@ class Limits:
     api_key: str | None = None
     body_bytes: int = 8 << 20
     admin_key: str | None = None
+    local_names: bool = False
+    """Whether requests must name this machine by a local name: pages of other sites may send a browser here."""
 
 
 class Gate:
@@ -43,7 +46,10 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._limits.local_names and not is_local(_host_name(headers.get("host", "localhost"))):
+            raise ApiError(403, "a server without a key answers to local names only; ask for localhost, or set a key")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
         if scope["path"].startswith(ADMIN_PREFIX):
             if self._limits.admin_key is None:
                 raise ApiError(403, "this server was started without an admin key (--admin-key)", code="no_admin_key")
@@ -69,6 +75,19 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code="body_too_large")
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or an address is this machine's own, for itself alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in ("localhost", "localhost.")
+
+
+def _host_name(host: str) -> str:
+    """Without the port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def _check_key(given: str, key: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -21,6 +22,22 @@ class Body(BaseModel):
     """Strict about names."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class WholeBody(Body):
+    """The body of a request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_text(cls, data: Any) -> Any:
+        """JSON can hold halves of surrogate pairs, which are no text."""
+        if not isinstance(data, dict):
+            return data  # refused right after
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("half of a surrogate pair, which is no text") from error
+        return data
 
 
 class AnswerFormat(Body):
@@ -70,7 +87,7 @@ class SchemaFormat(AnswerFormat):
         return self.json_schema.schema_
 
 
-class SamplingBody(Body):
+class SamplingBody(WholeBody):
     """What all endpoints share. `top_k`, `min_p`, `repetition_penalty`, `priority`, `guided_regex` and `ignore_eos` (an
     answer of full length) are ours."""
 
@@ -176,7 +193,7 @@ class ChoicesBody(SamplingBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 
 
 class CompletionBody(ChoicesBody):

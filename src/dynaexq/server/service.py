@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,11 @@ class Service:
     engine: Engine
     encoder: PromptEncoder
     created: int
+
+    @cached_property
+    def encoding(self) -> threading.Lock:
+        """One prompt is encoded at a time, so that a crowd's do not add up."""
+        return threading.Lock()
 
     @cached_property
     def conventions(self) -> Conventions:

@@ -107,7 +107,7 @@ def describe_steering(runtime: ExpertRuntime) -> Json:
             "mode": runtime.mode,
             "paused": False,
             "pinned": [],
-            "expert_memory": {"bytes": nbytes, "least": nbytes, "most": nbytes},
+            "expert_memory": {"bytes": nbytes, "wanted": nbytes, "least": nbytes, "most": nbytes},
         }
     steering, border = control.steering, control.pipeline.border
     moves = runtime.mode if steering.mode == "dynaexq" else steering.mode  # one of the modes that move versions
@@ -115,5 +115,10 @@ def describe_steering(runtime: ExpertRuntime) -> Json:
         "mode": moves,
         "paused": steering.paused,
         "pinned": [[*key, "high" if high else "low"] for key, high in steering.pins.items()],
-        "expert_memory": {"bytes": nbytes, "least": border.least_bytes, "most": border.most_bytes},
+        "expert_memory": {
+            "bytes": nbytes,
+            "wanted": border.wanted_bytes,
+            "least": border.least_bytes,
+            "most": border.most_bytes,
+        },
     }

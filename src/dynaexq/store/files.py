@@ -51,8 +51,7 @@ def write_error(path: Path, error: OSError) -> StoreError:
     """The error for a failed write to `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreError(
-            f"the disk is full while writing {path}; make space and run the same command again, "
-            "it goes on from the last finished layer"
+            f"the disk is full while writing {path}; make space and do the same again: what is finished is kept"
         )
     return StoreError(f"cannot write {path}: {error.strerror or error}")
 

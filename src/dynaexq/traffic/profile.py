@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dynaexq.core import ModelShape, OptionError, StoreError
+from dynaexq.core import ModelShape, OptionError, SideFileError
 from dynaexq.native import crc32c
 from dynaexq.store.files import replace_atomically, write_all
 
@@ -89,7 +89,7 @@ class TrafficProfile(BaseModel):
         return np.array(self.hotness, np.float64)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises StoreError."""
+        """Write the file, whole or not at all. Raises SideFileError."""
         with replace_atomically(path) as descriptor:
             write_all(descriptor, self.model_dump_json().encode())
 
@@ -98,20 +98,20 @@ class TrafficProfile(BaseModel):
         """Read a profile, whichever model it is of.
 
         Raises:
-            StoreError: missing or damaged.
+            SideFileError: missing or damaged.
         """
         try:
             if path.exists() and not path.is_file():
-                raise StoreError(f"{path} is no regular file: no traffic profile")
+                raise SideFileError(f"{path} is no regular file: no traffic profile")
             if path.stat().st_size > MAX_PROFILE_BYTES:
-                raise StoreError(f"{path} is larger than {MAX_PROFILE_BYTES >> 20} MiB: no traffic profile")
+                raise SideFileError(f"{path} is larger than {MAX_PROFILE_BYTES >> 20} MiB: no traffic profile")
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise StoreError(f"cannot read the traffic profile {path}: {error.strerror or error}") from error
+            raise SideFileError(f"cannot read the traffic profile {path}: {error.strerror or error}") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise StoreError(
+            raise SideFileError(
                 f"{path} is no whole traffic profile, as `dynaexq calibrate` makes them: "
                 f"{where}{': ' * bool(where)}{first['msg']}"
             ) from error
@@ -121,11 +121,11 @@ class TrafficProfile(BaseModel):
         """Read the profile of the model with this fingerprint and shape.
 
         Raises:
-            StoreError: missing, damaged, or of another model.
+            SideFileError: missing, damaged, or of another model.
         """
         profile = cls.read(path)
         if profile.fingerprint != fingerprint or profile.sums.shape != (shape.layers, shape.experts):
-            raise StoreError(f"{path} is the traffic profile of another model; make one with `dynaexq calibrate`")
+            raise SideFileError(f"{path} is the traffic profile of another model; make one with `dynaexq calibrate`")
         return profile
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dynaexq.core import ModelShape, OptionError, StoreError
+from dynaexq.core import ModelShape, OptionError, SideFileError
 
 MAP_VERSION = 1
 BEGINNING = '{"version_map":'
@@ -69,18 +69,18 @@ class MapRecorder:
     """Writes the map of a run, window by window. Called by one thread."""
 
     def __init__(self, path: Path, head: MapHead) -> None:
-        """Begin the file. Raises StoreError where it cannot be written."""
+        """Begin the file. Raises SideFileError where it cannot be written."""
         self._path = path
         self._last: Flags = np.zeros(head.layers * head.experts, np.bool_)
         self._windows = 0
         try:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = path.open("w", encoding="utf-8", buffering=1)  # by lines: a killed run loses none
         except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+            raise SideFileError(f"cannot write {path}: {error.strerror or error}") from error
         self._write(head)
 
     def note(self, high: Flags) -> None:
-        """One window ran with `high` [layers * experts]. Raises StoreError where the disk is full."""
+        """One window ran with `high` [layers * experts]. Raises SideFileError where the disk is full."""
         if not np.array_equal(high, self._last):
             up, down = (np.flatnonzero(moved).tolist() for moved in (high & ~self._last, self._last & ~high))
             self._write(_Change(window=self._windows, up=up, down=down))
@@ -97,7 +97,7 @@ class MapRecorder:
         try:
             self._file.write(line.model_dump_json() + "\n")
         except OSError as error:
-            raise StoreError(f"cannot write {self._path}: {error.strerror or error}") from error
+            raise SideFileError(f"cannot write {self._path}: {error.strerror or error}") from error
 
 
 class RecordedMap:
@@ -113,7 +113,7 @@ class RecordedMap:
         """Read a map of this model at these tiers.
 
         Raises:
-            StoreError: missing, damaged, without an end, or of something else.
+            SideFileError: missing, damaged, without an end, or of something else.
         """
         try:
             with path.open(encoding="utf-8") as file:
@@ -122,13 +122,13 @@ class RecordedMap:
             end = _End.model_validate(lines[-1])
             changes = [_Change.model_validate(line) for line in lines[1:-1]]
         except OSError as error:
-            raise StoreError(f"cannot read the version map {path}: {error.strerror or error}") from error
+            raise SideFileError(f"cannot read the version map {path}: {error.strerror or error}") from error
         except (ValueError, ValidationError, IndexError) as error:
-            raise StoreError(f"{path} is no whole version map, as --record-map makes them") from error
+            raise SideFileError(f"{path} is no whole version map, as --record-map makes them") from error
         if (head.fingerprint, head.layers, head.experts) != (fingerprint, shape.layers, shape.experts):
-            raise StoreError(f"{path} is the version map of another model")
+            raise SideFileError(f"{path} is the version map of another model")
         if head.tiers != tiers:
-            raise StoreError(
+            raise SideFileError(
                 f"{path} was recorded at {head.tiers[0]} and {head.tiers[1]}, this run has {tiers[0]} and {tiers[1]}; "
                 "give the same --high and --low"
             )
@@ -137,17 +137,17 @@ class RecordedMap:
     def check_capacity(self, capacity: Any) -> None:
         """Raise StoreError unless every recorded map fits into `capacity` [layers] high slots."""
         if (np.array(self.head.capacity) > capacity).any():
-            raise StoreError(
+            raise SideFileError(
                 f"{self._path} was recorded with {sum(self.head.capacity)} high slots, this run has {capacity.sum()}; "
                 "give the same --expert-memory"
             )
 
     def next(self) -> Flags:
-        """High experts [layers * experts] of the next window. Raises StoreError past the end."""
+        """High experts [layers * experts] of the next window. Raises SideFileError past the end."""
         try:
             return next(self._maps)
         except StopIteration:
-            raise StoreError(
+            raise SideFileError(
                 f"{self._path} ends after {self.windows} windows, and this run goes on; repeat the run it was made by"
             ) from None
 
@@ -160,6 +160,6 @@ class RecordedMap:
                 try:
                     high[change.up], high[change.down] = True, False
                 except IndexError as error:
-                    raise StoreError(f"{self._path}: window {window} names an expert that is not there") from error
+                    raise SideFileError(f"{self._path}: window {window} names an expert that is not there") from error
                 change = next(coming)
             yield high.copy()

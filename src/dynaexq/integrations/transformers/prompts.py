@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynaexq.core import CheckpointError, OptionError
+from dynaexq.engine import TooLongError
 
 Message = dict[str, Any]
+
+PIECE = 16_384
+"""Characters that are encoded at once to see how long a text is."""
+
+SPLIT_TOKENS = 8
+MOST_BYTES = 4
+"""Of a character, and so its tokens at most."""
 
 
 class PromptEncoder:
@@ -25,6 +33,19 @@ class PromptEncoder:
     def has_template(self) -> bool:
         """Whether the model is one to chat with."""
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def check_length(self, texts: Sequence[str], room: int) -> None:
+        """Raise TooLongError for texts that are surely more than `room` tokens, without encoding all of them, which
+        takes hundreds of bytes a token."""
+        if sum(len(text) for text in texts) * MOST_BYTES <= room:
+            return
+        count = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE):
+                tokens = self.tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)
+                count += max(0, len(tokens) - SPLIT_TOKENS)  # a cut in the middle of a word may add some
+                if count > room:
+                    raise TooLongError(f"the prompt has more than {room} tokens; a sequence has room for {room}")
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text to continue. Raises OptionError for one without tokens."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import dynaexq.control
 from dynaexq.core import OptionError, StoreError, decode_handle
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, open_experts, quiet_transformers
@@ -21,6 +20,7 @@ from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from dynaexq.traffic import TrafficProfile
 from support.files import silent
+from support.processes import SPAWN
 
 quiet_transformers()
 HIGH, LOW = "bf16", "int2"
@@ -172,21 +172,15 @@ def test_threads_end_with_their_model(store: Path) -> None:
     assert running() == before
 
 
-KILLED = """
-import sys, torch
-import dynaexq.control
-from dynaexq.integrations.transformers import DynaExqConfig
-from dynaexq.integrations.transformers.loading import load_model
-from pathlib import Path
-dynaexq.control.SAVE_SECONDS = 0.0
-config = DynaExqConfig(mode="dynaexq", high="bf16", low="int2", expert_memory=int(sys.argv[3]), state=sys.argv[2],
-                       tuning={"first_interval": 0.001, "interval": 0.001})
-model = load_model(Path(sys.argv[1]), config, torch.float32)
-print("ready", flush=True)
-with torch.inference_mode():
-    while True:
-        model(torch.randint(3, 256, (1, 16)))
-"""
+def serve_until_killed(store: Path, state: Path, memory: int) -> None:
+    """Child process: forwards without end, hotness saved after each."""
+    dynaexq.control.SAVE_SECONDS = 0.0
+    tuning = {"first_interval": 0.001, "interval": 0.001}
+    config = DynaExqConfig(mode="dynaexq", high=HIGH, low=LOW, expert_memory=memory, state=str(state), tuning=tuning)
+    model = load_model(store, config, torch.float32)
+    with torch.inference_mode():
+        while True:
+            model(torch.randint(3, 256, (1, 16)))
 
 
 def test_a_killed_process_leaves_a_whole_state(store: Path, tmp_path: Path) -> None:
@@ -194,16 +188,14 @@ def test_a_killed_process_leaves_a_whole_state(store: Path, tmp_path: Path) -> N
     opened = ExpertStore.open(store)
     routed = 0
     for _ in range(2):
-        command = [sys.executable, "-c", KILLED, str(store), str(state), str(budget(store))]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n", child.communicate()
+        child = SPAWN.Process(target=serve_until_killed, args=(store, state, budget(store)), daemon=True)
+        child.start()
         for _ in range(20):  # killed somewhere in the middle of many saves
             written = state.stat().st_mtime_ns if state.exists() else 0
             while (state.stat().st_mtime_ns if state.exists() else 0) == written:
-                assert child.poll() is None, child.communicate()
+                assert child.is_alive()
         child.kill()
-        child.communicate()
+        child.join()
         found = TrafficProfile.load(state, opened.fingerprint, opened.shape)
         assert found.routed > 0
         routed = max(routed, found.routed)

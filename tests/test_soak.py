@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,25 @@ from typing import Any
 
 import pytest
 
-from dynaexq.integrations.transformers.loading import open_experts
-from dynaexq.store import PrepareOptions, prepare_store
+from dynaexq.integrations.transformers.random_model import describe_random_model
+from dynaexq.launch import EMBEDDED_MODEL
+from dynaexq.store import PrepareOptions
+from dynaexq.store.synthetic import write_synthetic
 from support.files import directory_bytes, silent
-from support.large_checkpoint import write_large_checkpoint
 
-SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "10"))
+SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "5"))
 LIMIT = 1100 << 20
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 RUN = """
 import json, sys, time
@@ -57,8 +70,12 @@ print(json.dumps({"phases": phases, "windows": windows, "by_phase": promotions, 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("soak")
-    checkpoint = write_large_checkpoint(base / "checkpoint")
-    prepare_store(open_experts(checkpoint)[1], base / "store", PrepareOptions(("int4", "bf16"), 64, "rtn"), silent)
+    tokenizer = Path(
+        shutil.copytree(EMBEDDED_MODEL, base / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+    )
+    (tokenizer / "config.json").write_text(json.dumps({"vocab_size": SHAPE["vocab_size"]}))
+    model = describe_random_model("qwen3-30b-a3b", tokenizer, **SHAPE)
+    write_synthetic(model, base / "store", PrepareOptions(("int4", "bf16"), 64), silent)
     return base / "store"
 
 

@@ -37,11 +37,19 @@ def refuse(*arguments: str, code: int, words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model at int2 and bf16."""
-    root = tmp_path_factory.mktemp("cli") / "store"
-    run("prepare", str(EMBEDDED_MODEL), "-o", str(root), "--tiers", "int2,bf16", "--quantizer", "rtn")
-    return root
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that the first use of the demo filled. Copy it before changing it."""
+    cache = tmp_path_factory.mktemp("demo") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DYNAEXQ_CACHE", str(cache))
+        first = json.loads(run("generate", "--demo", "--json", "-").stdout)
+    assert (first["mode"], first["tier"], first["high"]) == ("dynaexq", "int4", "int8")
+    assert first["expert_bytes"] <= 16 << 20
+    assert first["device_bytes_peak"] <= first["budget_bytes"]
+    assert first["waits"] == first["failed"] == 0
+    assert 0 < first["hot_share_high"] < 1
+    assert first["experts_high"] > 100
+    return cache
 
 
 def test_prepare_generate_and_evaluate_keep_the_json_contract(store: Path, tmp_path: Path) -> None:
@@ -72,27 +80,23 @@ def test_prepare_generate_and_evaluate_keep_the_json_contract(store: Path, tmp_p
     assert better["perplexity"] != scores["perplexity"]
 
 
-def test_first_use_prepares_into_the_cache_and_reuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))
-    first = json.loads(run("generate", "--demo", "--json", "-").stdout)
-    assert (first["mode"], first["tier"], first["high"]) == ("dynaexq", "int4", "int8")
-    assert first["expert_bytes"] <= 16 << 20
-    assert first["device_bytes_peak"] <= first["budget_bytes"]
-    assert first["waits"] == first["failed"] == 0
-    assert 0 < first["hot_share_high"] < 1
-    assert first["experts_high"] > 100
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("layer-*")}
+def test_first_use_prepares_into_the_cache_and_reuses_it(demo_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {path: path.stat().st_mtime_ns for path in demo_cache.rglob("layer-*")}
     assert len(files) == 12
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(demo_cache))
     second = json.loads(run("generate", "--demo", "--json", "-").stdout)
     assert second["text"].startswith("There are 7 ")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("layer-*")} == files
+    assert {path: path.stat().st_mtime_ns for path in demo_cache.rglob("layer-*")} == files
 
 
-def test_a_damaged_cache_is_restored_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYNAEXQ_CACHE", str(tmp_path / "cache"))
+def test_a_damaged_cache_is_restored_from_the_checkpoint(
+    demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = shutil.copytree(demo_cache, tmp_path / "copy")
+    monkeypatch.setenv("DYNAEXQ_CACHE", str(cache))
     options = ("generate", "--demo", "--mode", "static", "--tier", "int4")
     first = run(*options)
-    (path,) = (tmp_path / "cache").rglob("layer-0003.int4.safetensors")
+    (path,) = cache.rglob("layer-0003.int4.safetensors")
     whole = path.read_bytes()
     flip_byte(path, -20)
     second = run(*options)

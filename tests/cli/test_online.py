@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 
 from cli.test_cli import refuse, run
-from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.traffic import TrafficProfile
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 PAIR = ("--high", "bf16", "--low", "int2", "--expert-memory", "12M")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("online") / "store"
-    run("prepare", str(EMBEDDED_MODEL), "-o", str(root), "--tiers", "int2,bf16", "--quantizer", "rtn")
-    return root
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dynaexq.store import ExpertStore, PrepareOptions
 from dynaexq.store.synthetic import write_synthetic
 from dynaexq.traffic import TrafficMeter, TrafficProfile
 from support.files import contents, directory_bytes, silent
+from support.processes import start_command
 
 SMALL: dict[str, Any] = {
     "vocab_size": 4100,
@@ -236,18 +235,16 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
 
 
 def test_interrupting_it_leaves_no_partial_file(tmp_path: Path) -> None:
-    target = tmp_path / "store"
-    arguments = ["synth", "olmoe-1b-7b", "-o", str(target), "--layers", "4", "--vocab", "4096", "--tiers", "int8"]
-    # a suite started in the background of a shell ignores SIGINT, and so would its children
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "dynaexq", *arguments]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    target, output = tmp_path / "store", tmp_path / "output"
+    options = ("--layers", "4", "--vocab", "4096", "--tiers", "int8")
+    child = start_command(output, "synth", "olmoe-1b-7b", "-o", str(target), *options)
     while not (target / "model.safetensors.partial").exists():
-        assert child.poll() is None, child.communicate()
+        assert child.is_alive(), output.read_text()
         time.sleep(0.01)
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate()
-    assert child.returncode == 130
-    assert "Traceback" not in errors
+    os.kill(child.ident or 0, signal.SIGINT)
+    child.join()
+    assert child.exitcode == 130
+    assert "Traceback" not in output.read_text()
     assert not list(target.rglob("*.partial"))
 
 

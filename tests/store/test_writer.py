@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,17 +17,26 @@ from dynaexq.formats import VersionLayout, encode
 from dynaexq.store import ExpertStore, Manifest, PrepareOptions, files, prepare_store, writer
 from dynaexq.store.layer_file import layer_path
 from support.files import contents, flip_byte, silent
+from support.processes import SPAWN
 from support.sources import SHAPE, RandomSource
 
 TIERS = ("int2", "int8", "bf16")
 OPTIONS = PrepareOptions(TIERS, group_size=32, quantizer="als")
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed preparation. Copy it before changing it."""
+    base = tmp_path_factory.mktemp("prepared")
+    prepare_store(RandomSource.create(base / "source"), base / "store", OPTIONS, silent)
+    return base / "store"
+
+
 @pytest.fixture
-def finished(random_source: RandomSource, tmp_path: Path) -> dict[str, bytes]:
-    """Files of an undisturbed preparation."""
-    prepare_store(random_source, tmp_path / "finished", OPTIONS, silent)
-    return contents(tmp_path / "finished")
+def finished(prepared: Path, tmp_path: Path) -> dict[str, bytes]:
+    """Files of an undisturbed preparation of `random_source`, one of which is in `finished`."""
+    shutil.copytree(prepared, tmp_path / "finished")
+    return contents(prepared)
 
 
 def test_every_expert_is_in_exactly_one_extent_per_tier(random_source: RandomSource, tmp_path: Path) -> None:
@@ -88,8 +97,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_store(
     random_source: RandomSource, tmp_path: Path, finished: dict[str, bytes], writes: int
 ) -> None:
     target = tmp_path / "store"
-    spawn = multiprocessing.get_context("spawn")
-    child = spawn.Process(target=die_after, args=(random_source.checkpoint.root, target, writes))
+    child = SPAWN.Process(target=die_after, args=(random_source.checkpoint.root, target, writes))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -115,7 +123,7 @@ def test_disk_full_half_way_is_one_error_and_resumes(
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "write", write_while_room)
-        with pytest.raises(StoreError, match=r"disk is full while writing .*layer-.*run the same command again"):
+        with pytest.raises(StoreError, match=r"disk is full while writing .*layer-.*do the same again"):
             prepare_store(random_source, tmp_path / "store", OPTIONS, silent)
     kept = [path for path in contents(tmp_path / "store") if "layer" in path]
     assert 0 < len(kept) < SHAPE.layers * len(TIERS)
@@ -209,9 +217,8 @@ def hold_lock(target: Path, ready: object, done: object) -> None:
 def test_two_processes_do_not_prepare_one_directory(random_source: RandomSource, tmp_path: Path) -> None:
     target = tmp_path / "store"
     target.mkdir()
-    spawn = multiprocessing.get_context("spawn")
-    ready, done = spawn.Event(), spawn.Event()
-    child = spawn.Process(target=hold_lock, args=(target, ready, done))
+    ready, done = SPAWN.Event(), SPAWN.Event()
+    child = SPAWN.Process(target=hold_lock, args=(target, ready, done))
     child.start()
     assert ready.wait(60)
     with pytest.raises(StoreError, match="another process is preparing"):

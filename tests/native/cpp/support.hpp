@@ -132,9 +132,6 @@ inline const TileSet& scalar_tiles() {
   return **set;
 }
 
-// Less work for scalar, which is slow under a sanitizer or an emulator.
-inline bool quick = false;
-
 // Sets of instructions this processor lacks, with the instructions written out in C++.
 void add_emulated_sets(std::vector<const TileSet*>& sets);
 

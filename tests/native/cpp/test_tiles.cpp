@@ -239,6 +239,60 @@ void check_attention(const TileSet& set, int queries, int width, int tokens) {
   for (int i = 0; i < queries * width; ++i) CHECK(std::isnan(out.as<float>()[i]), "%s: a poisoned key", set.name);
 }
 
+// Keys or values of a format, and the same as floats.
+struct Kept {
+  std::vector<std::uint8_t> bytes;
+  std::vector<float> scales, floats;
+};
+
+Kept keep(KvFormat format, int tokens, int width, Random& random) {
+  Kept kept;
+  const std::vector<float> normals = random.normals(tokens * width);
+  if (format == KvFormat::Int8)
+    for (int t = 0; t < tokens; ++t) kept.scales.push_back(0.01f + 0.001f * static_cast<float>(t));
+  for (int i = 0; i < tokens * width; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &normals[i], 4);
+    float value = normals[i];
+    if (format == KvFormat::Int8) {
+      const auto code = static_cast<std::int8_t>(std::max(-127.0f, std::min(127.0f, 60.0f * normals[i])));
+      kept.bytes.push_back(static_cast<std::uint8_t>(code));
+      value = static_cast<float>(code) * kept.scales[i / width];
+    } else {
+      const auto half = static_cast<std::uint16_t>(
+          format == KvFormat::BFloat16 ? bits >> 16 : (bits >> 16 & 0x8000) | (0x3400 + (bits >> 13 & 0x7ff)));
+      kept.bytes.push_back(static_cast<std::uint8_t>(half & 255));
+      kept.bytes.push_back(static_cast<std::uint8_t>(half >> 8));
+      bits = static_cast<std::uint32_t>(half) << 16;
+      std::memcpy(&value, &bits, 4);
+      if (format == KvFormat::Float16) value = float_of_half(half);
+    }
+    kept.floats.push_back(value);
+  }
+  return kept;
+}
+
+// Kept in fewer bytes, keys and values give what the same numbers give as floats.
+void check_kept_attention(const TileSet& set, KvFormat format, int queries, int width, int tokens) {
+  Random random(100 * static_cast<int>(format) + width + tokens);
+  const std::size_t stride = (tokens + 7) / 8 * 8;
+  const std::vector<float> query = random.normals(queries * width, 2.0);
+  const Kept keys = keep(format, tokens, width, random), values = keep(format, tokens, width, random);
+  const Guarded k(keys.bytes), v(values.bytes), ks(keys.scales), vs(values.scales);
+  std::vector<float> wanted(queries * width), got(queries * width), scores(queries * stride);
+  AttendCall call{query.data(), queries, keys.floats.data(), values.floats.data(), width, tokens, 0.125f, scores.data(),
+                  stride, wanted.data()};
+  set.attend(call);
+  call.keys = k.data(), call.values = v.data(), call.out = got.data(), call.format = format;
+  call.key_scales = ks.as<float>(), call.value_scales = vs.as<float>();
+  set.attend(call);
+  if (format != KvFormat::Int8)
+    CHECK(same_bits(got.data(), wanted.data(), queries * width), "%s: format %d", set.name, static_cast<int>(format));
+  for (int i = 0; i < queries * width; ++i)
+    CHECK(std::fabs(got[i] - wanted[i]) < 1e-5f, "%s: format %d, %g instead of %g", set.name, static_cast<int>(format),
+          static_cast<double>(got[i]), static_cast<double>(wanted[i]));
+}
+
 void check_halves() {
   struct {
     std::uint16_t bits;
@@ -289,6 +343,9 @@ void test_tiles(const TileSet& set) {
   for (int queries = 1; queries <= kQueriesAtOnce; ++queries)
     for (int width : {16, 48, 128})
       for (int tokens : {1, 7, 8, 9, 40}) check_attention(set, queries, width, tokens);
+  for (KvFormat format : {KvFormat::Float16, KvFormat::BFloat16, KvFormat::Int8})
+    for (int queries : {1, 3, kQueriesAtOnce})
+      for (int tokens : {1, 9, 40}) check_kept_attention(set, format, queries, 48, tokens);
   CHECK(!set.multiply({4, 48}, Precision::Float) && !set.multiply({3, 64}, Precision::Int8) &&
             !set.multiply({8, 64}, Precision::Int8) && !set.multiply({4, 64}, Precision::Int16) &&
             !set.multiply({16, 0}, Precision::Int8),

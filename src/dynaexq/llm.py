@@ -94,7 +94,16 @@ class LLM:
         kept, element = kept_dtype(kv_dtype, DTYPES[options.dtype]), DTYPES[options.dtype].itemsize
         scale = 4 if kept is torch.int8 else 0
         logits = max(slots, min(limits.score_tokens, room)) + 1
-        work = Workload(tokens, room, slots, logits, element, True, kept.itemsize, scale)
+        work = Workload(
+            tokens,
+            room,
+            slots,
+            logits,
+            element,
+            kv_cache=True,
+            kv_element_bytes=kept.itemsize,
+            kv_scale_bytes=scale,
+        )
         self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
         self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
         slotted = SlottedModel(self.launch.model, slots, room, kv_dtype)

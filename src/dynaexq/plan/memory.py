@@ -55,9 +55,9 @@ class Workload:
         logits: positions per forward pass whose logits are computed.
         element_bytes: bytes of one activation or dense weight.
         kv_cache: whether keys and values are kept.
-        kv_element_bytes, kv_scale_bytes: of one of their numbers, and beside each key and each value.
         dense: form of the dense weights (see kernels/dense.py).
         kernel: experts kernel.
+        kv_element_bytes, kv_scale_bytes: of a number of a kept key or value, and beside each of them.
     """
 
     tokens: int
@@ -66,10 +66,10 @@ class Workload:
     logits: int
     element_bytes: int
     kv_cache: bool
-    kv_element_bytes: int = 4
-    kv_scale_bytes: int = 0
     dense: str = "full"
     kernel: str = "native"
+    kv_element_bytes: int = 4
+    kv_scale_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def test_a_killed_process_leaves_a_whole_state(store: Path, tmp_path: Path) -> N
             written = state.stat().st_mtime_ns if state.exists() else 0
             while (state.stat().st_mtime_ns if state.exists() else 0) == written:
                 assert child.is_alive()
+                time.sleep(0.002)  # leaves the core to the child's imports
         child.kill()
         child.join()
         found = TrafficProfile.load(state, opened.fingerprint, opened.shape)

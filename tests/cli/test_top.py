@@ -202,7 +202,18 @@ def test_live_until_interrupted() -> None:
 
     ours, theirs = pty.openpty()
     with serve_states(answer) as server:
-        command = [sys.executable, "-m", "dynaexq", "top", server.url, "--interval", "0.1"]
+        # a suite started in the background of a shell ignores SIGINT, and so would its children
+        command = [
+            "env",
+            "--default-signal=INT",
+            sys.executable,
+            "-m",
+            "dynaexq",
+            "top",
+            server.url,
+            "--interval",
+            "0.1",
+        ]
         env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=env) as process:
             os.close(theirs)

@@ -42,32 +42,18 @@ class Setup(NamedTuple):
     requests: int
 
 
-EMBEDDED = Setup(
-    "embedded",
-    4000,
-    {
+def modes_within(expert_memory: str) -> dict[str, list[str]]:
+    """Options of `dynaexq serve`, by the mode's name in the table."""
+    return {
         "static int2": ["--mode", "static", "--tier", "int2"],
-        "uniform": ["--mode", "uniform", "--expert-memory", "12M"],
-        "dynaexq int8/int2": ["--mode", "dynaexq", "--high", "int8", "--low", "int2", "--expert-memory", "12M"],
+        "uniform": ["--mode", "uniform", "--expert-memory", expert_memory],
+        "dynaexq int8/int2": ["--mode", "dynaexq", "--high", "int8", "--low", "int2", "--expert-memory", expert_memory],
         "full": ["--mode", "full"],
-    },
-    (32, 128),
-    (32, 64),
-    3,
-)
-QWEN = Setup(
-    "qwen3-30b-a3b, 4 layers",
-    150_000,
-    {
-        "static int2": ["--mode", "static", "--tier", "int2"],
-        "uniform": ["--mode", "uniform", "--expert-memory", "1400M"],
-        "dynaexq int8/int2": ["--mode", "dynaexq", "--high", "int8", "--low", "int2", "--expert-memory", "1400M"],
-        "full": ["--mode", "full"],
-    },
-    (64, 128),
-    (32, 32),
-    1,
-)
+    }
+
+
+EMBEDDED = Setup("embedded", 4000, modes_within("12M"), (32, 128), (32, 64), 3)
+QWEN = Setup("qwen3-30b-a3b, 4 layers", 150_000, modes_within("1400M"), (64, 128), (32, 32), 1)
 
 
 class Server:

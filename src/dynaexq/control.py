@@ -124,7 +124,12 @@ class ControlLoop:
         """Save what is known by now. Raises OptionError where nothing says where to, StoreError where that fails."""
         if self._save is None:
             raise OptionError("no file to save hotness to was named at the start (--state)")
-        self._order(self._save_new_hotness)
+
+        def save() -> None:
+            self._collect()
+            self._save_new_hotness()
+
+        self._order(save)
 
     def update(self) -> None:
         """One tick: fold traffic in, and renew the wanted set. Called by the thread that owns the pipeline."""
@@ -234,7 +239,6 @@ class ControlLoop:
             self._unsaved = None
 
     def _save_new_hotness(self) -> None:
-        self._collect()
         routed = float(self.routed.sum())
         if self._save and routed > self._saved:
             self._save(self.hotness.sums, int(routed))

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from dynaexq.core import MemoryLimitError, OptionError
+from dynaexq.core import MemoryLimitError
+from dynaexq.engine.admission import check_request
 from dynaexq.engine.base import SlotModel
 from dynaexq.engine.reports import EngineCounts, EngineOptions, Observer, StepReport
 from dynaexq.engine.requests import (
@@ -20,11 +21,9 @@ from dynaexq.engine.requests import (
     FinishEvent,
     QueueFullError,
     Request,
-    ScoredEvent,
     TokenEvent,
-    TooLongError,
 )
-from dynaexq.engine.sampler import Sampler, WarperFactory, with_logprobs
+from dynaexq.engine.sampler import Sampler, WarperFactory, score_prompt
 from dynaexq.engine.scheduler import Chunk, WaitingQueue, plan_chunks
 from dynaexq.engine.sequence import Sequence, SequenceView, finish_waiting
 from dynaexq.engine.slots import SlotTable
@@ -66,7 +65,7 @@ class Engine:
             OptionError: sampling options out of range, an empty prompt, a token that is not there.
             TooLongError, QueueFullError, EngineClosedError: it will not be served.
         """
-        self._check(request)
+        check_request(request, self.model, self.options)
         with self._changed:
             if not self.taking:
                 raise EngineClosedError("the engine is shutting down")
@@ -166,24 +165,6 @@ class Engine:
             self.observer.on_step(StepReport(self._clock() - start, computed - start, prompt_tokens, len(decoding)))
         return True
 
-    def _check(self, request: Request) -> None:
-        request.sampling.check(self.model.vocabulary)
-        if not request.prompt or request.max_tokens < (0 if request.scores else 1):
-            raise OptionError("a request needs a prompt, and at least one token to generate")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.model.vocabulary:
-            raise OptionError(f"the prompt has tokens outside of the vocabulary of {self.model.vocabulary}")
-        if request.scores and not self.model.chunked and len(request.prompt) > self.options.score_tokens:
-            raise OptionError(
-                f"this model computes prompts in one piece: only those of up to {self.options.score_tokens} tokens can "
-                "be scored; ask without log-probabilities of the prompt"
-            )
-        needed = len(request.prompt) + request.max_tokens
-        if needed > self.model.room:
-            raise TooLongError(
-                f"{len(request.prompt)} tokens of prompt and {request.max_tokens} of answer are {needed}; a sequence "
-                f"has room for {self.model.room}"
-            )
-
     def _serve(self) -> None:
         def awake() -> bool:
             return bool(self._closed or self._queue or self._running or self._cancelled)
@@ -248,22 +229,13 @@ class Engine:
             wanted = 0 if request.scores is None else start + len(tokens) - max(start, request.scores.start - 1)
             if wanted > 0:
                 scored = self.model.score(slot, start, ids, min(wanted, len(tokens)))
-                self._score(request, start + len(tokens) - len(scored), scored)
+                self._tell(request, score_prompt(request, start + len(tokens) - len(scored), scored))
                 logits = scored[-1]
             else:
                 logits = self.model.prefill(slot, start, ids)
             each.slot.tokens.extend(tokens)
         each.done = piece.end
         return logits
-
-    def _score(self, request: Request, place: int, logits: torch.Tensor) -> None:
-        """Report what logits [count, vocabulary] of the tokens from `place` on say of those that follow them."""
-        assert request.scores is not None
-        first = [TokenEvent(request.prompt[0])] if place == 0 and request.scores.start == 0 else []
-        targets = request.prompt[place + 1 : place + 1 + len(logits)]
-        rows = zip(targets, logits, strict=False)
-        events = [with_logprobs(target, row, request.scores.alternatives) for target, row in rows]
-        self._tell(request, ScoredEvent((*first, *events)))
 
     def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         largest = logits.numpy().argmax(-1).tolist()  # a twentieth of torch's time

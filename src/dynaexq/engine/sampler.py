@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from dynaexq.engine.candidates import draw_place, draw_token
-from dynaexq.engine.requests import Alternative, Constraint, Sampling, TokenEvent
+from dynaexq.engine.requests import Alternative, Constraint, Request, Sampling, ScoredEvent, TokenEvent
 
 
 class Warper(Protocol):
@@ -75,7 +75,7 @@ class Sampler:
             self._constraint.accept(token)
         if sampling.logprobs is None:
             return TokenEvent(token)
-        return with_logprobs(token, logits, sampling.logprobs)
+        return _with_logprobs(token, logits, sampling.logprobs)
 
     def _draw(self, scores: torch.Tensor) -> int:
         token = draw_token(scores, self._sampling, self._generator)
@@ -84,8 +84,16 @@ class Sampler:
         return draw_place(torch.softmax(self._warper.cut(scores), -1).numpy(), self._generator)
 
 
-def with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:
-    """A token, its log-probability by logits [vocabulary], and the `count` likeliest ones."""
+def score_prompt(request: Request, place: int, logits: torch.Tensor) -> ScoredEvent:
+    """What logits [count, vocabulary] of the prompt's tokens from `place` on say of those that follow them."""
+    assert request.scores is not None
+    first = [TokenEvent(request.prompt[0])] if place == 0 and request.scores.start == 0 else []
+    targets = request.prompt[place + 1 : place + 1 + len(logits)]
+    rows = zip(targets, logits, strict=False)  # nothing follows the last
+    return ScoredEvent((*first, *(_with_logprobs(target, row, request.scores.alternatives) for target, row in rows)))
+
+
+def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> TokenEvent:
     logprobs = torch.log_softmax(logits, -1)
     best = torch.topk(logprobs, count)
     alternatives = tuple(

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dynaexq.core import ModelShape, OptionError, SideFileError
+from dynaexq.core import ModelShape, SideFileError
 from dynaexq.native import crc32c
 from dynaexq.store.files import replace_atomically, write_all
+from dynaexq.traffic.own_files import check_own_file
 
 PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 256 << 20
@@ -26,20 +27,8 @@ MAX_HOTNESS = 1e15
 
 
 def check_state_file(path: Path) -> None:
-    """Raise OptionError unless `path` can become a state file: absent, or a regular file that began as a profile."""
-    try:
-        if not path.resolve().parent.is_dir() or path.name in ("", ".", ".."):
-            raise OptionError(f"state {str(path)!r}: not a file in an existing directory")
-        if not path.exists():
-            return
-        if not path.is_file():
-            raise OptionError(f"state {path}: it is there, and no regular file; name another")
-        with path.open("rb") as file:
-            found = file.read(len(BEGINNING))
-    except (OSError, RuntimeError) as error:  # names too long, unreadable files, loops of links
-        raise OptionError(f"state {path}: {getattr(error, 'strerror', None) or error}") from error
-    if found and found != BEGINNING:
-        raise OptionError(f"state {path}: it is there, and was never a traffic profile; name another file")
+    """Raise OptionError unless `path` can become a state file."""
+    check_own_file(path, "state", "traffic profile", BEGINNING)
 
 
 class TrafficProfile(BaseModel):

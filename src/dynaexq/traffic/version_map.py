@@ -14,10 +14,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dynaexq.core import ModelShape, OptionError, SideFileError
+from dynaexq.core import ModelShape, SideFileError
+from dynaexq.traffic.own_files import check_own_file
 
 MAP_VERSION = 1
-BEGINNING = '{"version_map":'
+BEGINNING = b'{"version_map":'
 MAX_LINE_BYTES = 16 << 20
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -50,19 +51,8 @@ class _End(_Line):
 
 
 def check_map_file(path: Path) -> None:
-    """Raise OptionError unless `path` can be written to: absent, empty, or a version map."""
-    try:
-        if path.exists():
-            if not path.is_file():
-                raise OptionError(f"record-map {path}: it is there, and no regular file; name another")
-            with path.open("rb") as file:
-                found = file.read(len(BEGINNING))
-            if found and found != BEGINNING.encode():
-                raise OptionError(f"record-map {path}: it is there, and was never a version map; name another file")
-        elif not path.resolve().parent.is_dir():
-            raise OptionError(f"record-map {path}: not a file in an existing directory")
-    except (OSError, RuntimeError) as error:  # names too long, unreadable files, loops of links
-        raise OptionError(f"record-map {path}: {getattr(error, 'strerror', None) or error}") from error
+    """Raise OptionError unless `path` can become a version map."""
+    check_own_file(path, "record-map", "version map", BEGINNING)
 
 
 class MapRecorder:

@@ -10,6 +10,7 @@ the others save. The embedded model, then random weights in four layers of Qwen3
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import subprocess
@@ -83,18 +84,17 @@ class Server:
 
 def measure(setup: Setup, store: Path, modes: list[str], clients: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """A row for each mode and number of clients."""
-    askers, servers = Clients(), {name: Server(store, setup.modes[name]) for name in modes}
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for turn in range(-1, rounds):
-        for count in clients if turn >= 0 else clients[:1]:  # the first turn warms up
-            for name, server in servers.items():
-                asked = setup.requests, setup.prompt, setup.tokens
-                result = askers.run(Job(server.port, "m", setup.vocabulary, count, *asked, seed=turn + 1))
-                if turn >= 0:
-                    runs.setdefault((name, count), []).append(result)
-    for server in servers.values():
-        server.close()
-    askers.close()
+    with contextlib.ExitStack() as running:
+        askers = running.enter_context(contextlib.closing(Clients()))
+        servers = {name: running.enter_context(contextlib.closing(Server(store, setup.modes[name]))) for name in modes}
+        for turn in range(-1, rounds):
+            for count in clients if turn >= 0 else clients[:1]:  # the first turn warms up
+                for name, server in servers.items():
+                    asked = setup.requests, setup.prompt, setup.tokens
+                    result = askers.run(Job(server.port, "m", setup.vocabulary, count, *asked, seed=turn + 1))
+                    if turn >= 0:
+                        runs.setdefault((name, count), []).append(result)
     return [
         {"model": setup.name, "mode": name, "clients": count, **_summarise(results)}
         for (name, count), results in runs.items()

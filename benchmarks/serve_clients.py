@@ -40,7 +40,10 @@ class Clients:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        result: dict[str, Any] = json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the clients ended early; see their message above")
+        result: dict[str, Any] = json.loads(line)
         return result
 
     def close(self) -> None:
@@ -60,7 +63,7 @@ async def _ask(job: Job, prompt: list[int], tokens: int) -> _Answer:
         "model": job.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }).encode()  # fmt: skip
-    lines = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"
+    lines = "POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", job.port)

@@ -21,7 +21,7 @@ from support.files import directory_bytes, silent
 SECONDS = float(os.environ.get("DYNAEXQ_SOAK_SECONDS", "5"))
 LIMIT = 1100 << 20
 SHAPE = {
-    "vocab_size": 256,
+    "vocab_size": 32_768,  # a file of dense weights larger than what a plan has to spare
     "hidden_size": 1024,
     "moe_intermediate_size": 512,
     "num_experts": 64,

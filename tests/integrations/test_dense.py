@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,13 @@ def test_routers_stay_exact(tmp_path: Path) -> None:
     model = load(root, dense="int4")
     gates = [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
     assert len(gates) == 2 and all(p.dtype == torch.float32 and len(p) == 8 for p in gates)
+
+
+@pytest.mark.parametrize("dense", ["full", "int8"])
+def test_no_weight_keeps_the_file_it_was_read_from_mapped(dense: str, tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
+    config = DynaExqConfig(mode="static", tier="int4", group_size=32, dense=dense)
+    model = transformers.AutoModelForCausalLM.from_pretrained(root, quantization_config=config, dtype=torch.bfloat16)
+    gc.collect()
+    assert str(root) not in Path("/proc/self/maps").read_text()
+    assert model(IDS, use_cache=False).logits.isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from dynaexq.kernels.dense import PackedMatrix, PackedRows
 
 READ_ELSEWHERE = ("dt_proj",)
 """Layers whose matrix the model's own code multiplies with (Mamba's time steps): they stay as they are."""
+
+RELEASE_BYTES = 32 << 20
+"""Weights read before their pages are given back: small beside the process, large beside the cost of doing so."""
 
 
 class PackedLinearLayer(nn.Module):
@@ -94,10 +98,13 @@ class PackOnLoad(ConversionOps):  # type: ignore[misc]
 class DenseLayers:
     """The dense layers of a model that are kept packed."""
 
-    def __init__(self, model: Any, experts: int, dense: str, activations: str) -> None:
+    def __init__(
+        self, model: Any, experts: int, dense: str, activations: str, release: Callable[[], None] = lambda: None
+    ) -> None:
         """Put packed modules in the place of the model's (a meta skeleton's) linear layers and embeddings.
 
         Routers stay: whatever has no more outputs than there are experts is one, or too small to matter.
+        `release` is called now and then while they are filled: the weights read so far are not needed any more.
         """
         dtype = model.dtype
         linear, embeddings = packable_layers(model, experts)
@@ -106,6 +113,7 @@ class DenseLayers:
         for name, embedding in embeddings.items():
             model.set_submodule(name, PackedEmbedding(embedding, dense, dtype))
         self.names = [*linear, *embeddings]
+        self._release, self._unreleased = release, 0
         self._tied = self._take_tied_weights(model)
 
     def is_placeholder(self, model: Any, name: str) -> bool:
@@ -119,6 +127,10 @@ class DenseLayers:
         for each in names:
             module, _ = get_module_from_name(model, each)
             module.fill(weight)
+        self._unreleased += weight.nbytes
+        if self._unreleased >= RELEASE_BYTES:
+            self._release()
+            self._unreleased = 0
         return names
 
     def check_filled(self, model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dynaexq.integrations.transformers.decoding import speed_up_decoding
 from dynaexq.integrations.transformers.dense import DenseLayers, PackOnLoad
 from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_experts
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
+from dynaexq.integrations.transformers.mapped import own_tensors, release_pages
 from dynaexq.integrations.transformers.norms import replace_norms
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
@@ -73,7 +75,8 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         self.layers = find_expert_layers(model)
-        root = Path((checkpoint_files or [""])[0]).parent
+        self.files = [Path(file) for file in checkpoint_files or [""]]
+        root = self.files[0].parent
         if self.from_store:
             self.source: VersionSource = self._open_prepared(model, root)
             surplus: set[str] = set()
@@ -88,7 +91,11 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | {f"^{re.escape(key)}$" for key in surplus}
         dense, activations = self.quantization_config.dense, self.quantization_config.activations
-        self.dense = None if dense == "full" else DenseLayers(model, self.layers.shape.experts, dense, activations)
+        self.dense = None
+        if dense != "full":
+            self.dense = DenseLayers(
+                model, self.layers.shape.experts, dense, activations, partial(release_pages, self.files)
+            )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a parameter is packed as it is loaded."""
@@ -103,6 +110,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         if self.dense:
             self.dense.check_filled(model)
+        own_tensors(model, self.files)
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)

@@ -3,7 +3,8 @@
     python -m benchmarks.tiers [--quick] [--texts DIR] [--json FILE|-] [--readme FILE]
 
 Perplexity and KL to bf16 over consecutive windows of 512 tokens, 95 % intervals by bootstrap over windows.
-Texts come from data/ and, where named there, from the directory given with --texts.
+Texts come from data/ and, where named there, from the directory given with --texts; `calibrated` versions are fitted to
+other texts (see calibrated.py).
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.calibrated import make_calibrated_store
 from benchmarks.machine import describe_run, pin_threads, publish
 from dynaexq.core import ExpertShape
 from dynaexq.evaluate import read_documents
 from dynaexq.evaluate.divergence import Scores, compare_models
 from dynaexq.evaluate.intervals import bootstrap_mean
 from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, VersionLayout, tier_format
+from dynaexq.formats.base import base_tier, with_bases
+from dynaexq.formats.quantizers import CALIBRATED
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, load_tokenizer, quiet_transformers
 from dynaexq.launch import EMBEDDED_MODEL
@@ -35,7 +40,8 @@ TEXTS = {
     "HumanEval": "humaneval.jsonl",
     "code": "code_heldout.py.txt",
 }
-QUANTISED = ("int8", "int4", "int2", "int1")
+QUANTISED = ("int8", "int4", "int3", "int2", "int1")
+FITTED = ("int4+4", "int4", "int2+2", "int3", "int2")
 VARIANTS = [(tier, quantizer) for tier in QUANTISED for quantizer in QUANTIZERS if (tier, quantizer) != ("int8", "hqq")]
 """hqq moves offsets alone, so on the symmetric int8 it is rtn."""
 
@@ -47,7 +53,6 @@ def main() -> None:
     arguments = _parse()
     pin_threads()
     quiet_transformers()
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
     reference = load_model(EMBEDDED_MODEL, DynaExqConfig(mode="full", kernel="reference"), torch.float32)
     variants = [("int2", "rtn"), ("int2", DEFAULT_QUANTIZER)] if arguments.quick else VARIANTS
     models = {}
@@ -55,8 +60,28 @@ def main() -> None:
         config = DynaExqConfig("static", tier, quantizer=quantizer, group_size=GROUP_SIZE, kernel="reference")
         models[f"{tier} {quantizer}"] = load_model(EMBEDDED_MODEL, config, torch.float32)
         print(f"loaded {tier} {quantizer}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as directory:
+        if not arguments.quick:
+            store = make_calibrated_store(Path(directory), ",".join(FITTED))
+            models |= {f"{tier} {CALIBRATED}": _load_fitted(store, tier) for tier in FITTED}
+        _compare(arguments, reference, models)
+
+
+def _load_fitted(store: Path, tier: str) -> Any:
+    """The calibrated model with every expert at `tier`."""
+    print(f"loaded {tier} {CALIBRATED}", file=sys.stderr)
+    base = base_tier(tier)
+    if base is None:
+        return load_model(store, DynaExqConfig("static", tier, kernel="reference"), torch.float32)
+    config = DynaExqConfig("dynaexq", high=tier, low=base, expert_memory=1 << 30, drive="replay", kernel="reference")
+    return load_model(store, config, torch.float32)
+
+
+def _compare(arguments: argparse.Namespace, reference: Any, models: dict[str, Any]) -> None:
+    best = DEFAULT_QUANTIZER if arguments.quick else CALIBRATED
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
     shape = runtime_of(reference).experts.shape
-    result: dict[str, Any] = {"run": describe_run(), "tokens": {}, "texts": {}, "int2_default_against_rtn": {}}
+    result: dict[str, Any] = {"run": describe_run(), "tokens": {}, "texts": {}, "best": best, "int2_against_rtn": {}}
     for name, path in _find_texts(arguments.texts).items():
         windows = _cut(tokenizer, path, arguments.tokens)
         scores = compare_models(
@@ -64,8 +89,9 @@ def main() -> None:
         )
         result["tokens"][name] = int(sum(scores["reference"].tokens))
         result["texts"][name] = {variant: _summary(each) for variant, each in scores.items()}
-        result["int2_default_against_rtn"][name] = _paired(scores[f"int2 {DEFAULT_QUANTIZER}"], scores["int2 rtn"])
-    result["tiers"] = {tier: _sizes(tier, shape.expert, shape.layers * shape.experts) for tier in _tiers(variants)}
+        result["int2_against_rtn"][name] = _paired(scores[f"int2 {best}"], scores["int2 rtn"])
+    every = ["bf16", *dict.fromkeys(name.split()[0] for name in models)]
+    result["tiers"] = {tier: _sizes(tier, shape.expert, shape.layers * shape.experts) for tier in every}
     publish(result, render(result), "tiers", arguments.json, arguments.readme)
 
 
@@ -86,10 +112,10 @@ def render(result: dict[str, Any]) -> str:
     margins = ", ".join(
         f"{name} {100 * (1 - math.exp(gain['mean'])):.2f} % "
         f"[{100 * (1 - math.exp(gain['high'])):.2f}, {100 * (1 - math.exp(gain['low'])):.2f}]"
-        for name, gain in result["int2_default_against_rtn"].items()
+        for name, gain in result["int2_against_rtn"].items()
     )
     tokens = ", ".join(f"{name} {count:,}" for name, count in result["tokens"].items())
-    margin = f"Perplexity that `{DEFAULT_QUANTIZER}` takes off `rtn` at int2 (paired, 95 % interval): {margins}."
+    margin = f"Perplexity that `{result['best']}` takes off `rtn` at int2 (paired, 95 % interval): {margins}."
     lines += ["", margin, "", f"Tokens: {tokens}. Groups of {GROUP_SIZE}; MiB is all experts, padding left out."]
     return "\n".join(lines)
 
@@ -139,16 +165,14 @@ def _paired(better: Scores, worse: Scores) -> dict[str, float]:
     return bootstrap_mean(losses - worse.arrays()[0], tokens)._asdict()
 
 
-def _tiers(variants: list[tuple[str, str]]) -> list[str]:
-    return ["bf16", *dict.fromkeys(tier for tier, _ in variants)]
-
-
 def _sizes(tier: str, expert: ExpertShape, count: int) -> dict[str, float]:
-    layout = VersionLayout.of(tier_format(tier, GROUP_SIZE), expert)
+    """Of all experts at `tier`, with what it is nested in."""
+    layouts = [VersionLayout.of(tier_format(name, GROUP_SIZE), expert) for name in with_bases((tier,))]
+    payload = sum(layout.payload_bytes for layout in layouts)
     return {
-        "bits_per_weight": layout.payload_bytes * 8 / expert.weights,
-        "mib": layout.payload_bytes * count / MIB,
-        "resident_mib": layout.extent_bytes * count / MIB,
+        "bits_per_weight": payload * 8 / expert.weights,
+        "mib": payload * count / MIB,
+        "resident_mib": sum(layout.extent_bytes for layout in layouts) * count / MIB,
     }
 
 

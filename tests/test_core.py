@@ -19,8 +19,15 @@ from dynaexq.core import (
 def test_handle_words_round_trip(format_index: int, block: int) -> None:
     word = encode_handle(format_index, block * BLOCK_BYTES)
     assert 0 <= word < 1 << 64
-    assert decode_handle(word) == (format_index, block * BLOCK_BYTES)
+    assert decode_handle(word) == (format_index, block * BLOCK_BYTES, None)
     assert word & NO_BLOCK == NO_BLOCK  # no residual
+
+
+@given(st.integers(0, 255), st.integers(0, NO_BLOCK - 1), st.integers(0, NO_BLOCK - 1))
+def test_handle_words_of_nested_versions_round_trip(format_index: int, base: int, rest: int) -> None:
+    word = encode_handle(format_index, base * BLOCK_BYTES, rest * BLOCK_BYTES)
+    assert 0 <= word < 1 << 64
+    assert decode_handle(word) == (format_index, base * BLOCK_BYTES, rest * BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (0, MAX_ARENA_BYTES), (256, 0), (-1, 0)])

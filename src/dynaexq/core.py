@@ -86,26 +86,40 @@ MAX_ARENA_BYTES = NO_BLOCK * BLOCK_BYTES
 
 
 class Handle(NamedTuple):
-    """A decoded handle word: index into the format table, byte offset of the version in the arena."""
+    """A decoded handle word: index into the format table, byte offset of the version in the arena.
+
+    Of a nested format, `offset` is that of the version it refines, and `residual` that of what it adds.
+    """
 
     format_index: int
     offset: int
+    residual: int | None = None
 
 
-def encode_handle(format_index: int, offset: int) -> int:
-    """The 64-bit handle word of a version, without a residual.
+def encode_handle(format_index: int, offset: int, residual: int | None = None) -> int:
+    """The 64-bit handle word of a version.
 
     Word: format (8 bits) | base block (28 bits) | residual block (28 bits), blocks in units of 4 KiB from the
     arena's start; an all-ones residual means none.
     """
+    assert 0 <= format_index < 256
+    return format_index << 56 | _block(offset) << 28 | (NO_BLOCK if residual is None else _block(residual))
+
+
+def _block(offset: int) -> int:
     block, rest = divmod(offset, BLOCK_BYTES)
-    assert rest == 0 and 0 <= block < NO_BLOCK and 0 <= format_index < 256
-    return format_index << 56 | block << 28 | NO_BLOCK
+    assert rest == 0 and 0 <= block < NO_BLOCK
+    return block
 
 
 def decode_handle(word: int) -> Handle:
     """Inverse of `encode_handle`."""
-    return Handle(word >> 56, (word >> 28 & NO_BLOCK) * BLOCK_BYTES)
+    residual = word & NO_BLOCK
+    return Handle(
+        word >> 56,
+        (word >> 28 & NO_BLOCK) * BLOCK_BYTES,
+        None if residual == NO_BLOCK else residual * BLOCK_BYTES,
+    )
 
 
 class DynaExqError(Exception):

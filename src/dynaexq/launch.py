@@ -12,7 +12,7 @@ from typing import Any
 
 from dynaexq.core import MemoryLimitError, OptionError, SideFileError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
-from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
@@ -21,6 +21,7 @@ from dynaexq.integrations.transformers.source import CheckpointExperts
 from dynaexq.launch_options import DTYPES, PAIRED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.residency.layout import choose_layout
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
@@ -132,9 +133,10 @@ class Opened:
         above = [
             tier for tier in self._candidates(replace(options, low=None)) if tier_rank(tier) > tier_rank(plan.tier)
         ]
-        high = options.high or (min(above, key=tier_rank) if above else None)
+        high = options.high or self._nested_in(plan.tier, options) or (min(above, key=tier_rank) if above else None)
         tuning = options.make_tuning()
         layout, spare = ("replace", 0) if options.mode == "static-map" else (tuning.layout, tuning.spare)
+        layout = choose_layout(layout, (high, plan.tier)) if high else "replace"
         shape = self.skeleton.profile.shape
         paired = high and add_high(plan, shape, high, group_size, options.expert_memory, layout, spare)
         if paired:
@@ -148,6 +150,12 @@ class Opened:
             f"all experts fit at {plan.tier}, but not {spare_blocks}one more at {high} beside them; raise the limit, "
             f"use --mode static --tier {plan.tier}, or give --high and a smaller --low"
         )
+
+    def _nested_in(self, tier: str, options: LaunchOptions) -> str | None:
+        """The tier of the store that refines `tier`, where it can be used."""
+        if self.store is None or options.mode == "static-map":
+            return None
+        return next((name for name in self.store.manifest.tiers if base_tier(name) == tier), None)
 
     def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tiers into the cache unless they are there, and load them."""

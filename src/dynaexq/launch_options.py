@@ -10,6 +10,7 @@ import torch
 
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS, tier_format, tier_rank
+from dynaexq.formats.base import base_tier
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.traffic import check_state_file
@@ -92,6 +93,9 @@ class LaunchOptions:
         return make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
 
     def _check_tiers(self) -> None:
+        for tier in (self.tier, self.high if self.mode == "static-map" else None):
+            if tier is not None and tier_format(tier).base_bits:
+                raise OptionError(f"tier {tier} refines {base_tier(tier)} versions while a model runs: --mode dynaexq")
         if self.tier is not None:
             tier_format(self.tier)
             if self.mode != "static":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -82,6 +82,8 @@ class ExpertRuntime:
         self.budget = budget
         self.listener = listener
         self.fused_layers = 0
+        self.tap: Callable[[int, ExpertsCall], None] | None = None
+        """Sees what every layer gives its experts, before they run; not in decode steps that are one native call."""
         self._local = _Windows()
 
     @property
@@ -179,9 +181,11 @@ class ExpertRuntime:
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Experts of MoE layer `layer`: hidden [tokens, hidden], ids and weights [tokens, top_k]."""
-        words = self.words(layer)
+        call = ExpertsCall(hidden, ids, weights, self.words(layer), functions)
         self.record(layer, ids, weights)
-        return self.kernel.forward(ExpertsCall(hidden, ids, weights, words, functions))
+        if self.tap is not None:
+            self.tap(layer, call)
+        return self.kernel.forward(call)
 
     @property
     def in_window(self) -> bool:

@@ -19,7 +19,7 @@ from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.policy import Hotness, HotnessOptions, pick_hottest
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
-from dynaexq.residency.layout import PoolPlan, plan_pools
+from dynaexq.residency.layout import PoolPlan, choose_layout, plan_pools
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
@@ -160,11 +160,11 @@ class StateSaver:
 
 
 def plan_for(
-    source: VersionSource, tiers: tuple[str, str], expert_memory: int, layout: str, spare: int | None
+    source: VersionSource, tiers: tuple[str, str], expert_memory: int, layout: str | None, spare: int | None
 ) -> PoolPlan:
-    """Pools of (high, low) versions of `source` within `expert_memory` bytes."""
+    """Pools of (high, low) versions of `source` within `expert_memory` bytes. Raises OptionError, see choose_layout."""
     high, low = (VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes for tier in tiers)
-    return plan_pools(source.shape, high, low, expert_memory, layout, spare)
+    return plan_pools(source.shape, high, low, expert_memory, choose_layout(layout, tiers), spare)
 
 
 def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertRuntime:

@@ -30,7 +30,7 @@ class Tuning:
         first_interval, interval: seconds between updates (`T_u`): the first, then doubling up to `interval`.
         every_windows: forward passes between updates, where updates go by passes (evaluation).
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
-            low version stays: a demotion copies nothing).
+            low version stays: a demotion copies nothing); default `replace`, but `keep` for a nested high tier.
         spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
         in_flight: copies queued at once.
         rate_gbps: gigabytes per second of copies in the background; default 80 % of what loading measured.
@@ -45,7 +45,7 @@ class Tuning:
     first_interval: float = ControlOptions.first_interval
     interval: float = ControlOptions.interval
     every_windows: int = ControlOptions.every_windows
-    layout: str = "replace"
+    layout: str | None = None
     spare: int | None = None
     in_flight: int = RateLimit.in_flight
     rate_gbps: float | None = None

@@ -3,10 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaexq.formats import ExpertFormat, tier_format
-from dynaexq.formats.interleave import pack_bf16, pack_matrix, unpack_bf16, unpack_matrix
+from dynaexq.formats.interleave import pack_bf16, pack_matrix, unpack_bf16, unpack_codes, unpack_matrix
 from dynaexq.formats.layout import matrix_bytes
 
-formats = st.builds(tier_format, st.sampled_from(["int1", "int2", "int4", "int8"]), st.sampled_from([32, 64, 128]))
+formats = st.builds(
+    tier_format, st.sampled_from(["int1", "int2", "int3", "int4", "int8"]), st.sampled_from([32, 64, 128])
+)
 
 
 def random_codes(fmt: ExpertFormat, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -38,15 +40,30 @@ def test_every_code_stands_where_the_document_says(fmt: ExpertFormat, seed: int,
     packed = pack_matrix(fmt, codes, scale, None if fmt.symmetric else offset)
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     group, k = divmod(column, fmt.group_size)
-    planes = 8 // fmt.bits
     record = fmt.group_size * fmt.bits + fmt.meta_bytes
-    vector, rest = divmod(k, 4 * planes)
-    plane, byte = divmod(rest, 4)
     base = (row // 8 * 2 + group) * record
-    stored = int(packed[base + vector * 32 + row % 8 * 4 + byte])
-    assert stored >> plane * fmt.bits & (1 << fmt.bits) - 1 == int(codes[row, column])
+
+    def stored(start: int, bits: int) -> int:
+        vector, rest = divmod(k, 32 // bits)
+        plane, byte = divmod(rest, 4)
+        return int(packed[start + vector * 32 + row % 8 * 4 + byte]) >> plane * bits & (1 << bits) - 1
+
+    parts = (2, 1) if fmt.bits == 3 else (fmt.bits,)
+    code = stored(base, parts[0])
+    if fmt.bits == 3:
+        code |= stored(base + 2 * fmt.group_size, 1) << 2
+    assert code == int(codes[row, column])
     at = base + fmt.group_size * fmt.bits + row % 8 * 2
     assert packed[at : at + 2].view(torch.float16).item() == scale[row, group].item()
+
+
+@given(st.sampled_from(["int2+2", "int4+4"]), st.sampled_from([32, 64, 128]), st.integers(0, 1 << 30))
+def test_nested_versions_hold_codes_alone(tier: str, group: int, seed: int) -> None:
+    fmt = tier_format(tier, group)
+    codes, *_ = random_codes(fmt, 16, 2 * group, seed)
+    packed = pack_matrix(fmt, codes, None, None)
+    assert packed.numel() == matrix_bytes(fmt, 16, 2 * group) == codes.numel() * fmt.bits // 8
+    assert torch.equal(unpack_codes(fmt, packed.reshape(2, 2, -1)), codes)
 
 
 @given(st.integers(1, 5), st.integers(1, 70), st.integers(0, 1 << 30))

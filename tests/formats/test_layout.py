@@ -30,7 +30,16 @@ def test_payload_is_codes_plus_sixteen_bits_a_scale_and_offset(shape: ExpertShap
 def test_known_sizes() -> None:
     qwen = ExpertShape(2048, 768)
     sizes = {tier: VersionLayout.of(tier_format(tier, 64), qwen).payload_bytes for tier in TIERS}
-    assert sizes == {"int1": 884736, "int2": 1474560, "int4": 2654208, "int8": 4866048, "bf16": 9437184}
+    assert sizes == {
+        "int1": 884736,
+        "int2": 1474560,
+        "int3": 2064384,
+        "int4": 2654208,
+        "int2+2": 1179648,  # what int2 lacks: 2 bits a weight, no scales
+        "int8": 4866048,
+        "int4+4": 2359296,
+        "bf16": 9437184,
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,7 +57,8 @@ def test_unfit_shapes_are_refused_with_a_way_out(shape: ExpertShape, tier: str, 
 
 
 def test_unknown_tier_and_group_size_name_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="unknown tier 'int3'; known tiers are int1, int2, int4, int8, bf16"):
-        tier_format("int3")
+    known = r"unknown tier 'int5'; known tiers are int1, int2, int3, int4, int2\+2, int8, int4\+4, bf16"
+    with pytest.raises(OptionError, match=known):
+        tier_format("int5")
     with pytest.raises(OptionError, match="unknown group size 48; known group sizes are 32, 64, 128"):
         tier_format("int4", 48)

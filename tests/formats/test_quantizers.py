@@ -7,7 +7,7 @@ from dynaexq.core import ExpertShape, FormatError, OptionError
 from dynaexq.formats import QUANTIZERS, ExpertFormat, ExpertWeights, decode, encode, tier_format
 from dynaexq.formats.quantizers import dequantize, quantize_matrix
 
-QUANTISED = ["int1", "int2", "int4", "int8"]
+QUANTISED = ["int1", "int2", "int3", "int4", "int8"]
 formats = st.builds(tier_format, st.sampled_from(QUANTISED), st.sampled_from([32, 64, 128]))
 
 

@@ -12,7 +12,9 @@ import torch
 
 from dynaexq.core import ExpertShape, ModelShape, encode_handle
 from dynaexq.device import CpuDevice
-from dynaexq.formats import ExpertWeights, VersionLayout, decode, encode, tier_format
+from dynaexq.formats import ExpertWeights, encode, tier_format
+from dynaexq.formats.base import base_tier
+from dynaexq.formats.codec import Base, decode, encode_nested
 from dynaexq.kernels import ExpertsCall, LayerFunctions, make_kernel
 from dynaexq.kernels.gates import GateFunction
 from dynaexq.kernels.native import NativeKernel
@@ -22,29 +24,57 @@ from dynaexq.residency.arena import ExpertArena
 SHAPE = ModelShape(1, 6, ExpertShape(256, 384))
 TOP_K = 3
 SWIGLU, CLAMPED = GateFunction(), GateFunction(True, 1.702, 7.0)
-TIERS = ("int1", "int2", "int4", "int8", "bf16")
-BOUNDS = {"int1": 0.03, "int2": 0.03, "int4": 0.03, "int8": 3e-4, "bf16": 1e-5}
+TIERS = ("int1", "int2", "int3", "int4", "int8", "bf16")
+MIXED = ("int2+2", "int4", "int4+4", "int3", "bf16", "int2")
+BOUNDS = {
+    "int1": 0.03,
+    "int2": 0.03,
+    "int3": 0.03,
+    "int4": 0.03,
+    "int2+2": 0.03,
+    "int8": 3e-4,
+    "int4+4": 3e-4,
+    "bf16": 1e-5,
+}
 """Relative error of rounded activations: 8 bits cost 1 to 2 %, 16 bits almost nothing, bf16 weights meet float32."""
 
 
 class Versions(ExpertArena):
-    """Random experts, expert `e` at `tiers[e % len(tiers)]`."""
+    """Random experts, expert `e` at `tiers[e % len(tiers)]`; `plain` has what each stands for."""
 
     def __init__(self, tiers: tuple[str, ...], group: int) -> None:
-        super().__init__(SHAPE, [tier_format(tier, group) for tier in tiers])
+        bases = dict.fromkeys(base for base in map(base_tier, tiers) if base is not None and base not in tiers)
+        super().__init__(SHAPE, [tier_format(tier, group) for tier in (*tiers, *bases)])
         generator = torch.Generator().manual_seed(1)
-        blocks, self.words, offset = [], np.zeros(SHAPE.experts, np.uint64), 0
+        self.blocks: list[torch.Tensor] = []
+        self.plain: list[ExpertWeights] = []
+        self.words = np.zeros(SHAPE.experts, np.uint64)
         for expert in range(SHAPE.experts):
-            fmt = self.formats[expert % len(tiers)]
             matrices = [
                 torch.randn(rows, columns, generator=generator) * columns**-0.5
                 for rows, columns in ((384, 256), (384, 256), (256, 384))
             ]
-            blocks.append(encode(ExpertWeights(*matrices), fmt, SHAPE.expert, "rtn").block)
-            self.words[expert] = encode_handle(expert % len(tiers), offset)
-            offset += blocks[-1].nbytes
-        self.arena = CpuDevice().allocate(offset)
-        self.arena.host_view(0, offset)[:] = torch.cat(blocks).numpy()
+            self.words[expert] = self._add(ExpertWeights(*matrices), expert % len(tiers))
+        self.arena = CpuDevice().allocate(self._end)
+        self.arena.host_view(0, self._end)[:] = torch.cat(self.blocks).numpy()
+
+    @property
+    def _end(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def _add(self, weights: ExpertWeights, index: int) -> int:
+        """The handle of a new version."""
+        fmt, below = self.formats[index], self.bases[index]
+        first = self._end
+        if below is None:
+            self.blocks.append(encode(weights, fmt, SHAPE.expert, "rtn").block)
+            self.plain.append(decode(self.blocks[-1], fmt, SHAPE.expert))
+            return encode_handle(index, first)
+        base = Base(encode(weights, self.formats[below], SHAPE.expert, "rtn").block, self.formats[below])
+        nested = encode_nested(weights, base, fmt, SHAPE.expert).block
+        self.plain.append(decode(nested, fmt, SHAPE.expert, base))
+        self.blocks += [nested, base.block]
+        return encode_handle(index, first + nested.nbytes, first)
 
 
 def plain(function: GateFunction, interleaved: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -75,10 +105,7 @@ def exact(versions: Versions, what: ExpertsCall) -> torch.Tensor:
     layer = what.functions
     for token, (ids, weights) in enumerate(zip(what.ids, what.weights, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.tolist(), strict=True):
-            fmt = versions.formats[int(what.words[expert]) >> 56]
-            offset = (int(what.words[expert]) >> 28 & (1 << 28) - 1) * 4096
-            extent = VersionLayout.of(fmt, SHAPE.expert).extent_bytes
-            matrices = decode(versions.arena.view(offset, extent), fmt, SHAPE.expert)
+            matrices = versions.plain[expert]
             x = what.hidden[token].to(torch.float64)
             first, second = matrices.gate.double() @ x, matrices.up.double() @ x
             both = torch.stack((first, second), -1).flatten() if layer.interleaved else torch.cat((first, second))
@@ -97,7 +124,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", BOUNDS)
 def test_every_format_within_its_bound_of_float64(tier: str, group: int, instructions: str) -> None:
     versions = Versions((tier,), group)
     what = call(9, versions.words, functions())
@@ -111,8 +138,11 @@ def test_every_format_within_its_bound_of_float64(tier: str, group: int, instruc
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("gate", [SWIGLU, CLAMPED])
-def test_gates_biases_and_mixed_tiers(gate: GateFunction, interleaved: bool, biased: bool) -> None:
-    versions = Versions(TIERS, 64)
+@pytest.mark.parametrize("tiers", [TIERS, MIXED], ids=["plain", "nested"])
+def test_gates_biases_and_mixed_tiers(
+    tiers: tuple[str, ...], gate: GateFunction, interleaved: bool, biased: bool
+) -> None:
+    versions = Versions(tiers, 64)
     what = call(13, versions.words, functions(gate, interleaved, biased))
     assert error(NativeKernel(versions, "fp32").forward(what), exact(versions, what)) < 2e-6
     assert error(NativeKernel(versions, "int8").forward(what), exact(versions, what)) < 0.02
@@ -123,7 +153,7 @@ def test_gates_biases_and_mixed_tiers(gate: GateFunction, interleaved: bool, bia
 def test_bit_equal_whatever_the_batch_and_the_threads(
     activations: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = Versions(("int2", "int4", "int8", "bf16"), 64)
+    versions = Versions(("int2+2", "int3", "int4", "int4+4", "int8", "bf16"), 64)
     kernel, what = NativeKernel(versions, activations), call(tokens, versions.words, functions())
     whole = kernel.forward(what)
     alone = [
@@ -190,9 +220,18 @@ def test_an_expert_that_is_not_there(wrong: int) -> None:
         NativeKernel(versions, "int8").forward(replace(what, ids=ids))
 
 
-@pytest.mark.parametrize("word", [encode_handle(9, 0), encode_handle(0, 1 << 30)])
+@pytest.mark.parametrize(
+    "word",
+    [
+        encode_handle(9, 0),
+        encode_handle(0, 1 << 30),
+        encode_handle(1, 0, 1 << 30),
+        encode_handle(1, 1 << 30, 0),
+        encode_handle(1, 0),
+    ],
+)
 def test_a_handle_that_points_nowhere(word: int) -> None:
-    versions = Versions(("int4",), 64)
+    versions = Versions(("int4", "int4+4"), 64)
     words = versions.words.copy()
     words[:] = word
     with pytest.raises(IndexError, match="points nowhere"):

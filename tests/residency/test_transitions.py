@@ -21,11 +21,12 @@ from dynaexq.residency.versions import HIGH, LOW, VersionedExperts, load_version
 
 SHAPE = ModelShape(2, 4, ExpertShape(64, 32))
 TIERS = ("int4", "int2")
+NESTED = ("int2+2", "int2")
 POISON = 0xEE
 
 
 def pattern(key: ExpertKey, tier: str) -> int:
-    return 1 + SHAPE.index(key) + 100 * TIERS.index(tier)
+    return 1 + SHAPE.index(key) + 100 * (tier == "int2")
 
 
 class PatternSource:
@@ -48,35 +49,36 @@ class PatternSource:
         """Nothing is open."""
 
 
-def build(capacity: list[int], keep_low: bool, spare: int = 1) -> VersionedExperts:
+def build(capacity: list[int], keep_low: bool, spare: int = 1, tiers: tuple[str, str] = TIERS) -> VersionedExperts:
     source, slots = PatternSource(), np.array(capacity)
-    sizes = [VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in TIERS]
+    sizes = [VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in tiers]
     total, high = SHAPE.layers * SHAPE.experts, int(slots.sum())
     low_blocks = total if keep_low else total - high + min(spare, high)
     experts = VersionedExperts(
-        source, TIERS, PoolPlan(slots, *sizes, low_blocks, keep_low), CpuDevice(), BudgetTracker(1 << 24)
+        source, tiers, PoolPlan(slots, *sizes, low_blocks, keep_low), CpuDevice(), BudgetTracker(1 << 24)
     )
     experts.arena.host_view(0, experts.arena.nbytes)[:] = POISON
     mask = np.arange(SHAPE.experts) < slots[:, None]
-    load_versions(experts, source, TIERS, mask, lambda *_: None)
+    load_versions(experts, source, tiers, mask, lambda *_: None)
     return experts
 
 
 class Pipeline(RuleBasedStateMachine):
     @initialize(
         capacity=st.lists(st.integers(0, 4), min_size=2, max_size=2),
-        keep_low=st.booleans(),
+        layout=st.sampled_from(["replace", "keep", "nested"]),
         in_flight=st.integers(1, 3),
         rate=st.sampled_from([None, 5e4]),
         spare=st.integers(1, 2),
     )
-    def start(self, capacity: list[int], keep_low: bool, in_flight: int, rate: float | None, spare: int) -> None:
-        self.experts = build(capacity, keep_low, spare)
+    def start(self, capacity: list[int], layout: str, in_flight: int, rate: float | None, spare: int) -> None:
+        self.tiers = NESTED if layout == "nested" else TIERS
+        self.experts = build(capacity, layout != "replace", spare, self.tiers)
         self.budget = self.experts._budget
         self.engine = FakeCopyEngine()
         self.reports: list[str] = []
         self.pipeline = TransitionPipeline(
-            self.experts, PatternSource(), TIERS, self.engine, RateLimit(rate, in_flight), self.reports.append
+            self.experts, PatternSource(), self.tiers, self.engine, RateLimit(rate, in_flight), self.reports.append
         )
         self.in_flight, self.most = in_flight, np.array(capacity)
         self.now = 0.0
@@ -132,7 +134,12 @@ class Pipeline(RuleBasedStateMachine):
             for key in SHAPE.expert_keys():
                 handle = decode_handle(int(words[SHAPE.index(key)]))
                 block = self.experts.block(handle).numpy()
-                assert (block == pattern(key, TIERS[handle.format_index])).all()
+                if handle.residual is None:
+                    assert (block == pattern(key, self.tiers[handle.format_index])).all()
+                else:  # the low version is read, and what is nested in it
+                    rest = self.experts.arena.host_view(handle.residual, self.experts.pools[HIGH].block_bytes)
+                    assert (block == pattern(key, self.tiers[LOW])).all()
+                    assert (rest == pattern(key, self.tiers[HIGH])).all()
         self.experts.handles.release(now[0])
         assert len(self.engine.running) <= self.in_flight
         assert len(self.reports) == self.pipeline.counters.failed

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from dynaexq.core import ExpertShape, ModelShape, OptionError, StoreError
 from dynaexq.formats import TIERS, decode, tier_format
+from dynaexq.formats.base import base_tier
 from dynaexq.formats.layout import VersionLayout
 from dynaexq.store import ExpertStore, PrepareOptions, synthetic
 from dynaexq.store.layer_file import layer_path
@@ -47,7 +48,7 @@ def finished(tmp_path: Path) -> Path:
     return tmp_path / "finished"
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [tier for tier in TIERS if base_tier(tier) is None])
 def test_versions_are_valid_fresh_and_of_the_promised_size(tier: str) -> None:
     fmt, shape = tier_format(tier, 64), ExpertShape(512, 384)
     versions = RandomVersions(fmt, shape, 0.5, open_stream(1))
@@ -64,6 +65,18 @@ def test_versions_are_valid_fresh_and_of_the_promised_size(tier: str) -> None:
     assert abs(float(torch.corrcoef(torch.stack([each.gate.reshape(-1) for each in weights[:2]]))[0, 1])) < 0.02
     end = layout.down.offset + layout.down.nbytes
     assert not blocks[-1][end:].any()
+
+
+@pytest.mark.parametrize("tier", ["int2+2", "int4+4"])
+def test_nested_versions_are_random_residuals(tier: str) -> None:
+    fmt, shape = tier_format(tier, 64), ExpertShape(512, 384)
+    versions = RandomVersions(fmt, shape, 0.5, open_stream(1))
+    one, two = versions.draw().copy(), versions.draw().copy()
+    layout = VersionLayout.of(fmt, shape)
+    end = layout.down.offset + layout.down.nbytes
+    assert not one[end:].any() and not two[end:].any()
+    assert 0.99 < float((one[:end] != two[:end]).mean()) <= 1
+    assert abs(float(one[:end].mean()) - 127.5) < 1
 
 
 def test_int8_codes_stay_above_what_kernels_negate() -> None:

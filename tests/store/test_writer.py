@@ -171,7 +171,7 @@ def test_a_store_of_another_checkpoint_is_left_alone(tmp_path: Path, finished: d
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (PrepareOptions(("int3",), 32), "unknown tier 'int3'"),
+        (PrepareOptions(("int5",), 32), "unknown tier 'int5'"),
         (PrepareOptions(("int4", "int4"), 32), "twice"),
         (PrepareOptions((), 32), "no tier"),
         (PrepareOptions(("int4",), 32, "magic"), "unknown quantizer 'magic'"),

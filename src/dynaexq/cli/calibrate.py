@@ -27,6 +27,7 @@ from dynaexq.launch import Launch, Opened
 from dynaexq.launch_options import DTYPES
 from dynaexq.plan.memory import Workload
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_signal
+from dynaexq.traffic.inputs import InputsWriter, check_inputs_target
 
 
 @reports_errors
@@ -40,7 +41,11 @@ def calibrate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The profile, a JSON file.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the profile if it is there.")] = False,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="Directory for what experts are given, for `prepare --calibration`.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     window: Annotated[int, typer.Option(min=1, help="Tokens per forward pass.")] = 512,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each text, at most.", show_default=False)] = None,
     signal: Annotated[str, typer.Option(help="count: router selections; mass: routed probability.")] = "count",
@@ -51,24 +56,31 @@ def calibrate(
 ) -> None:
     """Count which experts texts are routed to, with every expert at the best tier that fits.
 
-    The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers.
+    The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers. Experts'
+    inputs (--inputs) let `prepare --calibration` fit versions to them, which about halves what low tiers lose; some
+    ten thousand tokens of the kinds of text you use are enough.
 
     Examples:
 
       dynaexq calibrate --demo --text data/gsm8k_test.jsonl -o math.json
 
       dynaexq calibrate ./store --text mail.txt --text code.txt --max-tokens 50000 -o ours.json
+
+      dynaexq calibrate ./Qwen3-30B-A3B --text mail.txt --text code.txt --max-tokens 8192 --inputs ./inputs
     """
     check_json_target(json_target, output, *(text or []))
     check_signal(signal)
     request = read_request(model, demo, mode="uniform", memory=memory, expert_memory=expert_memory, dtype=dtype)
     if not text:
         raise OptionError("give at least one --text")
-    if output is None:
-        raise OptionError("give an --output")
-    check_output("--output", output, *text)
-    if output.exists() and not force:
-        raise OptionError(f"{output} exists; --force replaces it")
+    if output is None and inputs is None:
+        raise OptionError("give an --output, --inputs or both")
+    if output is not None:
+        check_output("--output", output, *text)
+        if output.exists() and not force:
+            raise OptionError(f"{output} exists; --force replaces it")
+    if inputs is not None:
+        check_inputs_target(inputs, force)
     documents = ["\n\n".join(read_documents(path)) for path in text]
     quiet_transformers()
     opened = Opened(request.model)
@@ -79,17 +91,31 @@ def calibrate(
     with progress_bar() as progress:
         launch = opened.launch(request.options, plan, progress)
         streams = [opened.tokenizer(each, verbose=False)["input_ids"][:max_tokens] for each in documents]
+        names = [path.name for path in text]
+        writer = _tap_inputs(launch, opened.fingerprint, sum(map(len, streams)), inputs) if inputs else None
         meter, tokens = _measure(launch, streams, window, signal, lambda done, total: progress("routing", done, total))
     launch.check_memory()
-    routed = int(meter.sums.sum())
-    TrafficProfile.of(opened.fingerprint, signal, meter.sums, routed, [path.name for path in text]).save(output)
+    if writer is not None:
+        writer.finish(plan.tier, names)
+        stderr.print(f"{inputs}: what experts were given by {tokens} tokens, running at {plan.tier}")
+    if output is not None:
+        routed = int(meter.sums.sum())
+        TrafficProfile.of(opened.fingerprint, signal, meter.sums, routed, names).save(output)
     shares = [_share(meter, share) for share in (0.1, 0.25, 0.5)]
     stderr.print(
-        f"{output}: {tokens} tokens; the hottest 10, 25, 50 % of each layer's experts take "
+        f"{output or 'routing'}: {tokens} tokens; the hottest 10, 25, 50 % of each layer's experts take "
         f"{', '.join(f'{100 * share:.0f}' for share in shares)} % of its traffic"
     )
     if json_target:
-        write_json(json_target, {"output": str(output), "tokens": tokens, "hottest_share": shares, **launch.report()})
+        targets = {name: None if path is None else str(path) for name, path in (("output", output), ("inputs", inputs))}
+        write_json(json_target, {**targets, "tokens": tokens, "hottest_share": shares, **launch.report()})
+
+
+def _tap_inputs(launch: Launch, fingerprint: str, tokens: int, target: Path) -> InputsWriter:
+    """Have every forward pass write down what experts are given."""
+    writer = InputsWriter(target, fingerprint, launch.runtime.experts.shape, tokens)
+    launch.runtime.tap = lambda layer, call: writer.add(layer, call.hidden, call.ids, call.weights)
+    return writer
 
 
 def _measure(

@@ -12,13 +12,15 @@ import typer
 from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_tiers
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
-from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.integrations.hub import resolve_model
+from dynaexq.integrations.transformers.calibration import InputCalibration
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
 from dynaexq.plan.memory import format_bytes
 from dynaexq.plan.process import peak_resident_bytes
 from dynaexq.store import MANIFEST_NAME, PrepareOptions, prepare_store
+from dynaexq.traffic.inputs import ExpertInputs
 
 
 @reports_errors
@@ -33,6 +35,10 @@ def prepare(
         str | None,
         typer.Option(help=f"One of {', '.join(QUANTIZERS)}. [default: {DEFAULT_QUANTIZER}]", show_default=False),
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Inputs of experts, by `calibrate --inputs`: fit versions to them.", show_default=False),
+    ] = None,
     json_target: JsonOption = None,
 ) -> None:
     """Make a store of expert versions from a checkpoint, or go on with an unfinished one.
@@ -44,12 +50,18 @@ def prepare(
       dynaexq prepare ./Qwen3-30B-A3B -o ./store --tiers int2,int4
 
       dynaexq prepare org/name -o ./store --tiers int4,bf16 --group-size 128
+
+      dynaexq prepare ./Qwen3-30B-A3B -o ./store --tiers int2,int4,int4+4 --calibration ./inputs
     """
     check_json_target(json_target)
     quiet_transformers()
     names = split_tiers(tiers)
     if names == ("bf16",) and (group_size is not None or quantizer is not None):
         raise OptionError("--group-size and --quantizer do nothing for bf16 alone; leave them out")
+    if calibration is not None and quantizer is not None:
+        raise OptionError("--calibration decides how versions are quantised; leave out --quantizer")
+    if calibration is not None and all(tier_format(name).symmetric for name in names):
+        raise OptionError(f"--calibration does nothing for {', '.join(names)}: tiers below int8 are fitted")
     options = PrepareOptions(names, group_size or DEFAULT_GROUP_SIZE, quantizer or DEFAULT_QUANTIZER)
     root = resolve_model(model)
     if (root / MANIFEST_NAME).exists():
@@ -59,7 +71,11 @@ def prepare(
     start = time.perf_counter()
     _, source = open_experts(root)
     with progress_bar() as progress:
-        manifest = prepare_store(source, output, options, progress)
+        fitted = None
+        if calibration is not None:
+            inputs = ExpertInputs.open(calibration, source.checkpoint.fingerprint(), source.shape)
+            fitted = InputCalibration(inputs, source)
+        manifest = prepare_store(source, output, options, progress, calibration=fitted)
     for name in options.tiers:
         info = manifest.tiers[name]
         stderr.print(

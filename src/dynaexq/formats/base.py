@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,12 +28,15 @@ class ExpertFormat:
 
     Quantised weights are `scale * code + offset` with unsigned codes, or `scale * code` with codes in
     -127..127 when `symmetric`. Scale and offset are float16.
+
+    A nested format refines a version of `base_bits` bits and holds what that one lacks only, see nested.py.
     """
 
     name: str
     bits: int
     group_size: int
     symmetric: bool
+    base_bits: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -41,17 +45,37 @@ class ExpertFormat:
     @property
     def meta_bytes(self) -> int:
         """Bytes of scales and offsets of one group of 8 rows."""
-        return 0 if not self.quantized else 16 if self.symmetric else 32
+        return 0 if not self.quantized or self.base_bits else 16 if self.symmetric else 32
+
+    @property
+    def shift(self) -> int:
+        """By how many bits a nested format moves its base's codes up."""
+        return self.bits // 2
 
 
-TIERS: dict[str, tuple[int, bool]] = {
-    "int1": (1, False),
-    "int2": (2, False),
-    "int4": (4, False),
-    "int8": (8, True),
-    "bf16": (16, True),
+TIERS: dict[str, tuple[int, bool, int]] = {
+    "int1": (1, False, 0),
+    "int2": (2, False, 0),
+    "int3": (3, False, 0),
+    "int4": (4, False, 0),
+    "int2+2": (2, False, 2),
+    "int8": (8, True, 0),
+    "int4+4": (4, False, 4),
+    "bf16": (16, True, 0),
 }
-"""Known tiers from the smallest up: name -> (bits, symmetric). int1 exists to stress quality, not to serve."""
+"""Known tiers from the smallest up: name -> (bits, symmetric, bits of the base it is nested in). int1 exists to stress
+quality, not to serve."""
+
+
+def base_tier(name: str) -> str | None:
+    """The tier that tier `name` is nested in; None for a tier that stands alone."""
+    base = TIERS[name][2]
+    return f"int{base}" if base else None
+
+
+def with_bases(tiers: Iterable[str]) -> tuple[str, ...]:
+    """`tiers`, each nested one after the one it is nested in."""
+    return tuple(dict.fromkeys(name for tier in tiers for name in (base_tier(tier), tier) if name))
 
 
 def tier_format(name: str, group_size: int = DEFAULT_GROUP_SIZE) -> ExpertFormat:
@@ -62,13 +86,13 @@ def tier_format(name: str, group_size: int = DEFAULT_GROUP_SIZE) -> ExpertFormat
     """
     if name not in TIERS:
         raise OptionError(f"unknown tier '{name}'; known tiers are {', '.join(TIERS)}")
-    bits, symmetric = TIERS[name]
+    bits, symmetric, base = TIERS[name]
     if name == "bf16":
         return ExpertFormat(name, bits, 0, symmetric)
     if group_size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise OptionError(f"unknown group size {group_size}; known group sizes are {sizes}")
-    return ExpertFormat(name, bits, group_size, symmetric)
+    return ExpertFormat(name, bits, group_size, symmetric, base)
 
 
 def tier_rank(name: str) -> int:

@@ -6,53 +6,77 @@ import torch
 
 from dynaexq.formats.base import ExpertFormat
 from dynaexq.formats.layout import ROWS
+from dynaexq.formats.quantizers import Codes
 
 LANE_BYTES = 4
 
 
 def pack_matrix(
-    fmt: ExpertFormat, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
+    fmt: ExpertFormat, codes: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None
 ) -> torch.Tensor:
     """Pack one quantised matrix.
 
     Args:
         codes: uint8 [rows, columns] (int8 bit patterns when symmetric).
-        scale, offset: float16 [rows, groups]; offset is None when symmetric.
+        scale, offset: float16 [rows, groups]; offset is None when symmetric, both are where the format is nested.
 
     Returns:
         uint8 [matrix_bytes], see layout.py.
     """
     rows, columns = codes.shape
-    group, planes = fmt.group_size, 8 // fmt.bits
-    tiles, groups = rows // ROWS, columns // group
-    vectors = group // (LANE_BYTES * planes)
-    # one 32-byte vector = 8 rows x 4 bytes; bit-plane p of byte b holds input 4 * p + b of the vector
-    lanes = codes.reshape(tiles, ROWS, groups, vectors, planes, LANE_BYTES).permute(0, 2, 3, 1, 5, 4)
-    shifts = torch.arange(planes, dtype=torch.uint8) * fmt.bits
-    packed = (lanes << shifts).sum(-1, dtype=torch.uint8).reshape(tiles, groups, -1)
-    parts = [packed, _meta_bytes(scale, tiles, groups)]
-    if offset is not None:
-        parts.append(_meta_bytes(offset, tiles, groups))
+    tiles, groups = rows // ROWS, columns // fmt.group_size
+    parts = [_pack_codes(codes >> below, bits, fmt.group_size) for below, bits in _code_parts(fmt)]
+    parts += [_meta_bytes(values, tiles, groups) for values in (scale, offset) if values is not None]
     return torch.cat(parts, -1).reshape(-1)
 
 
-def unpack_matrix(
-    fmt: ExpertFormat, packed: torch.Tensor, rows: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inverse of `pack_matrix`: uint8 [matrix_bytes] -> (codes, scale, offset)."""
-    group, planes = fmt.group_size, 8 // fmt.bits
-    tiles, groups = rows // ROWS, columns // group
+def unpack_matrix(fmt: ExpertFormat, packed: torch.Tensor, rows: int, columns: int) -> Codes:
+    """Inverse of `pack_matrix`: uint8 [matrix_bytes] -> codes, scale, offset."""
+    records = packed.reshape(rows // ROWS, columns // fmt.group_size, -1)
+    codes = unpack_codes(fmt, records)
+    position = fmt.group_size * fmt.bits
+    scale = _meta_values(records[..., position : position + 2 * ROWS])
+    return Codes(codes, scale, None if fmt.symmetric else _meta_values(records[..., position + 2 * ROWS :]))
+
+
+def unpack_codes(fmt: ExpertFormat, records: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 [rows, columns] of packed records uint8 [tiles, groups, bytes], whatever comes after them there."""
+    tiles, groups, _ = records.shape
+    codes = torch.zeros((tiles * ROWS, groups * fmt.group_size), dtype=torch.uint8)
+    position = 0
+    for below, bits in _code_parts(fmt):
+        end = position + fmt.group_size * bits
+        codes |= _unpack_codes(records[..., position:end], bits, fmt.group_size) << below
+        position = end
+    return codes
+
+
+def _code_parts(fmt: ExpertFormat) -> list[tuple[int, int]]:
+    """(bits below, bits) of the parts that a code is stored in: 3 bits do not divide a byte, 2 and 1 do."""
+    return [(0, 2), (2, 1)] if fmt.bits == 3 else [(0, fmt.bits)]
+
+
+def _pack_codes(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """The lowest `bits` of codes [rows, columns] -> uint8 [tiles, groups, bytes]."""
+    rows, columns = codes.shape
+    planes = 8 // bits
+    tiles, groups, vectors = rows // ROWS, columns // group, group // (LANE_BYTES * planes)
+    # one 32-byte vector = 8 rows x 4 bytes; bit-plane p of byte b holds input 4 * p + b of the vector
+    lanes = (codes & (255 >> 8 - bits)).reshape(tiles, ROWS, groups, vectors, planes, LANE_BYTES)
+    shifts = torch.arange(planes, dtype=torch.uint8) * bits
+    return (lanes.permute(0, 2, 3, 1, 5, 4) << shifts).sum(-1, dtype=torch.uint8).reshape(tiles, groups, -1)
+
+
+def _unpack_codes(packed: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Inverse of `_pack_codes`: codes uint8 [rows, columns]."""
+    tiles, groups, _ = packed.shape
+    planes = 8 // bits
     vectors = group // (LANE_BYTES * planes)
-    records = packed.reshape(tiles, groups, -1)
-    code_bytes = group * fmt.bits
-    lanes = records[..., :code_bytes].reshape(tiles, groups, vectors, ROWS, LANE_BYTES).permute(0, 3, 1, 2, 4)
+    lanes = packed.reshape(tiles, groups, vectors, ROWS, LANE_BYTES).permute(0, 3, 1, 2, 4)
     codes = torch.empty((tiles, ROWS, groups, vectors, planes, LANE_BYTES), dtype=torch.uint8)
     for plane in range(planes):
-        codes[..., plane, :] = (lanes >> plane * fmt.bits) & (255 >> 8 - fmt.bits)
-    codes = codes.view(rows, columns)
-    scale = _meta_values(records[..., code_bytes : code_bytes + 16], rows, groups)
-    offset = None if fmt.symmetric else _meta_values(records[..., code_bytes + 16 :], rows, groups)
-    return codes, scale, offset
+        codes[..., plane, :] = (lanes >> plane * bits) & (255 >> 8 - bits)
+    return codes.view(tiles * ROWS, groups * group)
 
 
 def pack_bf16(matrix: torch.Tensor) -> torch.Tensor:
@@ -70,9 +94,10 @@ def unpack_bf16(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def _meta_bytes(values: torch.Tensor, tiles: int, groups: int) -> torch.Tensor:
     by_tile = values.reshape(tiles, ROWS, groups).transpose(1, 2).contiguous()
-    return by_tile.view(torch.uint8).reshape(tiles, groups, 2 * ROWS)
+    return by_tile.view(torch.uint8).reshape(tiles, groups, -1)
 
 
-def _meta_values(raw: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+def _meta_values(raw: torch.Tensor) -> torch.Tensor:
     by_tile = raw.contiguous().view(torch.float16)  # [tiles, groups, 8]
-    return by_tile.transpose(1, 2).reshape(rows, groups)
+    tiles, groups, _ = by_tile.shape
+    return by_tile.transpose(1, 2).reshape(tiles * ROWS, groups)

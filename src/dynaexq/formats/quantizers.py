@@ -35,7 +35,7 @@ CHUNK = 1 << 17
 
 
 class Codes(NamedTuple):
-    """codes uint8 [n, group] (int8 patterns when symmetric), scale and offset float16 [n]."""
+    """codes uint8 [n, group] (int8 patterns when symmetric), scale and offset float16 [n]; nested.py has others."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -54,8 +54,7 @@ def quantize_matrix(matrix: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> 
     """
     if quantizer not in QUANTIZERS:
         raise OptionError(f"unknown quantizer '{quantizer}'; known quantizers are {', '.join(QUANTIZERS)}")
-    if matrix.abs().max() > FLOAT16_MAX:
-        raise FormatError(f"a weight is above {FLOAT16_MAX:.0f}, the largest that float16 scales can describe")
+    check_range(matrix)
     rows, columns = matrix.shape
     groups = matrix.reshape(-1, fmt.group_size)
     step = max(1, CHUNK // fmt.group_size)
@@ -66,6 +65,12 @@ def quantize_matrix(matrix: torch.Tensor, fmt: ExpertFormat, quantizer: str) -> 
         torch.cat([part.scale for part in parts]).reshape(rows, -1),
         torch.cat(offsets).reshape(rows, -1) if offsets else None,
     )
+
+
+def check_range(matrix: torch.Tensor) -> None:
+    """Raise FormatError for weights that no float16 scale reaches."""
+    if matrix.abs().max() > FLOAT16_MAX:
+        raise FormatError(f"a weight is above {FLOAT16_MAX:.0f}, the largest that float16 scales can describe")
 
 
 def dequantize(codes: Codes, fmt: ExpertFormat) -> torch.Tensor:
@@ -102,10 +107,13 @@ def half_quadratic(groups: torch.Tensor, fmt: ExpertFormat, iterations: int = 20
     return _assign(groups, fmt, best.scale.to(torch.float32), (-zero * scale).squeeze(-1))
 
 
-def alternating_least_squares(groups: torch.Tensor, fmt: ExpertFormat, iterations: int = 8) -> Codes:
-    """`als`, see the module."""
+def alternating_least_squares(
+    groups: torch.Tensor, fmt: ExpertFormat, iterations: int = 8, weights: torch.Tensor | None = None
+) -> Codes:
+    """`als`, see the module. `weights` [group]: how much the error of each place in a group counts."""
+    weights = torch.ones(groups.shape[-1]) if weights is None else weights
     best = round_to_nearest(groups, fmt)
-    error = _squared_error(groups, best, fmt)
+    error = _squared_error(groups, best, fmt, weights)
     scale, offset = best.scale.to(torch.float32), best.offset
     candidates: list[tuple[torch.Tensor, torch.Tensor | None]]
     if offset is None:
@@ -115,9 +123,10 @@ def alternating_least_squares(groups: torch.Tensor, fmt: ExpertFormat, iteration
         span = scale * ((1 << fmt.bits) - 1)
         candidates = [(scale * clip, low + span * (1 - clip) / 2) for clip in CLIPS]
     for clipped in candidates:
-        best, error = _keep_better(groups, fmt, best, error, _assign(groups, fmt, *clipped))
+        best, error = _keep_better(groups, fmt, best, error, _assign(groups, fmt, *clipped), weights)
     for _ in range(iterations):
-        best, error = _keep_better(groups, fmt, best, error, _assign(groups, fmt, *_fit(groups, best, fmt)))
+        fitted = _assign(groups, fmt, *_fit(groups, best, fmt, weights))
+        best, error = _keep_better(groups, fmt, best, error, fitted, weights)
     return best
 
 
@@ -126,8 +135,8 @@ def restore_gain(groups: torch.Tensor, fmt: ExpertFormat) -> Codes:
     fitted = alternating_least_squares(groups, fmt)
     overlap = (groups * dequantize(fitted, fmt)).sum(-1)
     gain = (groups.square().sum(-1) / overlap.clamp(min=1e-12)).clamp(1, 2).pow(GAIN_POWER)
-    scale = _to_float16(fitted.scale.to(torch.float32) * gain)
-    offset = None if fitted.offset is None else _to_float16(fitted.offset.to(torch.float32) * gain)
+    scale = to_float16(fitted.scale.to(torch.float32) * gain)
+    offset = None if fitted.offset is None else to_float16(fitted.offset.to(torch.float32) * gain)
     return Codes(fitted.codes, scale, offset)
 
 
@@ -138,46 +147,53 @@ QUANTIZERS: dict[str, Quantizer] = {
     "als-gain": restore_gain,
 }
 DEFAULT_QUANTIZER = "als-gain"
+CALIBRATED = "calibrated"
+"""Of what second_order.py makes, where experts' inputs are known."""
 
 
 def _assign(groups: torch.Tensor, fmt: ExpertFormat, scale: torch.Tensor, offset: torch.Tensor | None) -> Codes:
     """Round scale and offset to float16, then choose the nearest code for every weight."""
-    stored_scale = _to_float16(scale)
+    stored_scale = to_float16(scale)
     used = stored_scale.to(torch.float32).unsqueeze(-1)
     inverse = torch.where(used == 0, 0.0, 1 / used)
     if fmt.symmetric:
         codes = (groups * inverse).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
         return Codes(codes, stored_scale, None)
     assert offset is not None
-    stored_offset = _to_float16(offset)
+    stored_offset = to_float16(offset)
     shifted = groups - stored_offset.to(torch.float32).unsqueeze(-1)
     codes = (shifted * inverse).round_().clamp_(0, (1 << fmt.bits) - 1).to(torch.uint8)
     return Codes(codes, stored_scale, stored_offset)
 
 
-def _to_float16(values: torch.Tensor) -> torch.Tensor:
+def to_float16(values: torch.Tensor) -> torch.Tensor:
+    """What scales and offsets are kept in."""
     return values.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
 
 
-def _fit(groups: torch.Tensor, codes: Codes, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _fit(
+    groups: torch.Tensor, codes: Codes, fmt: ExpertFormat, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Least-squares scale (and offset) of every group for fixed codes."""
     values = (codes.codes.view(torch.int8) if fmt.symmetric else codes.codes).to(torch.float32)
+    tiny = 1e-6 * weights.mean()
     if fmt.symmetric:
-        return (values * groups).sum(-1) / values.square().sum(-1).clamp(min=1), None
-    mean_code, mean_weight = values.mean(-1), groups.mean(-1)
+        return (values * groups) @ weights / (values.square() @ weights).clamp(min=tiny), None
+    shares = weights / weights.sum()
+    mean_code, mean_weight = values @ shares, groups @ shares
     centred = values - mean_code.unsqueeze(-1)
-    scale = (centred * groups).sum(-1) / centred.square().sum(-1).clamp(min=1e-6)
+    scale = (centred * groups) @ weights / (centred.square() @ weights).clamp(min=tiny)
     return scale, mean_weight - scale * mean_code
 
 
-def _squared_error(groups: torch.Tensor, codes: Codes, fmt: ExpertFormat) -> torch.Tensor:
-    return (groups - dequantize(codes, fmt)).square_().sum(-1)
+def _squared_error(groups: torch.Tensor, codes: Codes, fmt: ExpertFormat, weights: torch.Tensor) -> torch.Tensor:
+    return (groups - dequantize(codes, fmt)).square_() @ weights
 
 
 def _keep_better(
-    groups: torch.Tensor, fmt: ExpertFormat, best: Codes, error: torch.Tensor, candidate: Codes
+    groups: torch.Tensor, fmt: ExpertFormat, best: Codes, error: torch.Tensor, candidate: Codes, weights: torch.Tensor
 ) -> tuple[Codes, torch.Tensor]:
-    challenger = _squared_error(groups, candidate, fmt)
+    challenger = _squared_error(groups, candidate, fmt, weights)
     wins = challenger < error
     offset = None
     if best.offset is not None and candidate.offset is not None:

@@ -11,7 +11,7 @@ import torch
 
 from dynaexq.core import ExpertShape, Handle, ModelShape, OptionError
 from dynaexq.device import Arena
-from dynaexq.formats import ExpertFormat
+from dynaexq.formats import ExpertFormat, ExpertWeights
 from dynaexq.kernels.gates import GateFunction
 
 KERNELS = ("native", "reference")
@@ -50,6 +50,7 @@ class VersionMemory(Protocol):
     """Where a kernel finds the version behind a handle."""
 
     formats: list[ExpertFormat]
+    bases: list[int | None]
     shape: ModelShape
     arena: Arena
 
@@ -57,8 +58,8 @@ class VersionMemory(Protocol):
     def expert(self) -> ExpertShape:
         """Shape of every expert."""
 
-    def block(self, handle: Handle) -> torch.Tensor:
-        """The version's bytes, uint8 [extent_bytes]."""
+    def weights(self, handle: Handle) -> ExpertWeights:
+        """Plain float32 weights of a version."""
 
 
 class ExpertsKernel(Protocol):

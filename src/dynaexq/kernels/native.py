@@ -40,9 +40,10 @@ class NativeKernel:
         self._gates: dict[LayerFunctions, tuple[LayerGate, tuple[torch.Tensor | None, ...]] | None] = {}
         shape = memory.expert
         layouts = [VersionLayout.of(fmt, shape) for fmt in memory.formats]
+        sections = [(layout.gate.offset, layout.up.offset, layout.down.offset) for layout in layouts]
         formats = [
-            (fmt.bits, fmt.group_size, layout.gate.offset, layout.up.offset, layout.down.offset)
-            for fmt, layout in zip(memory.formats, layouts, strict=True)
+            (fmt.bits, fmt.group_size, fmt.base_bits, own, (0, 0, 0) if base is None else sections[base])
+            for fmt, own, base in zip(memory.formats, sections, memory.bases, strict=True)
         ]
         arena = memory.arena.view(0, memory.arena.nbytes)
         self.layers = ExpertLayers(

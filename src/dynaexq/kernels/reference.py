@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dynaexq.core import decode_handle
-from dynaexq.formats import ExpertWeights, decode
+from dynaexq.formats import ExpertWeights
 from dynaexq.kernels.base import ExpertsCall, LayerFunctions, VersionMemory
 
 
@@ -39,21 +39,23 @@ class ReferenceKernel:
                 continue
             mine = tokens[start : start + count]
             hidden = call.hidden[mine].to(torch.float32)
-            result = _apply_expert(self._decode(int(call.words[expert])), hidden, call.functions, expert)
+            weights = self._memory.weights(decode_handle(int(call.words[expert])))
+            result = apply_expert(weights, hidden, call.functions, expert)
             out.index_add_(0, mine, result * gains[start : start + count])
             start += count
         return out.to(call.hidden.dtype)
 
-    def _decode(self, word: int) -> ExpertWeights:
-        handle = decode_handle(word)
-        return decode(self._memory.block(handle), self._memory.formats[handle.format_index], self._memory.expert)
 
-
-def _apply_expert(weights: ExpertWeights, hidden: torch.Tensor, functions: LayerFunctions, expert: int) -> torch.Tensor:
-    """One expert on its tokens: float32 [tokens, hidden] -> [tokens, hidden]."""
+def apply_gate(weights: ExpertWeights, hidden: torch.Tensor, functions: LayerFunctions, expert: int) -> torch.Tensor:
+    """What one expert's down projection is given: float32 [tokens, hidden] -> [tokens, intermediate]."""
     gate, up = F.linear(hidden, weights.gate), F.linear(hidden, weights.up)
     both = torch.stack((gate, up), -1).flatten(-2) if functions.interleaved else torch.cat((gate, up), -1)
     if functions.gate_up_bias is not None:
         both = both + functions.gate_up_bias[expert].to(torch.float32)
-    result = F.linear(functions.gate(both), weights.down)
+    return functions.gate(both)
+
+
+def apply_expert(weights: ExpertWeights, hidden: torch.Tensor, functions: LayerFunctions, expert: int) -> torch.Tensor:
+    """One expert on its tokens: float32 [tokens, hidden] -> [tokens, hidden]."""
+    result = F.linear(apply_gate(weights, hidden, functions, expert), weights.down)
     return result if functions.down_bias is None else result + functions.down_bias[expert].to(torch.float32)

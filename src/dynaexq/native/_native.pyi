@@ -26,6 +26,22 @@ def crc32c(data: Any, crc: int = 0) -> int:
     """CRC-32C of a uint8 array [n], continuing `crc`."""
 
 def crc32c_portable(data: Any, crc: int = 0) -> int: ...
+def choose_codes(
+    rows: int,
+    columns: int,
+    left: int,
+    upper: int,
+    upper_stride: int,
+    scale: int,
+    offset: int,
+    lowest: int,
+    reach: int,
+    codes: int,
+    errors: int,
+    threads: int,
+) -> None:
+    """Codes of a group at addresses, see fitting.hpp."""
+
 def limit_malloc() -> None:
     """Keep glibc from hoarding freed memory (few arenas, low mmap and trim thresholds)."""
 
@@ -55,11 +71,13 @@ class ExpertLayers:
         experts: int,
         hidden: int,
         intermediate: int,
-        formats: list[tuple[int, int, int, int, int]],
+        formats: list[tuple[int, int, int, tuple[int, int, int], tuple[int, int, int]]],
         exact: bool,
         instructions: str,
     ) -> None:
-        """`formats`: bits, group size, and offsets of gate, up and down. ValueError where there is no kernel."""
+        """`formats`: bits, group size, bits of the base (0: none), and offsets of gate, up and down in the version and
+        in its base. ValueError where there is no kernel.
+        """
 
     def forward(
         self,

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "checksum.hpp"
+#include "fitting.hpp"
 #include "handles.hpp"
 #include "io.hpp"
 #include "kernels/bindings.hpp"
@@ -37,6 +38,18 @@ std::uint32_t checksum(Bytes data, std::uint32_t crc) {
 
 std::uint32_t checksum_portable(Bytes data, std::uint32_t crc) {
   return crc32c_portable(data.data(), data.size(), crc);
+}
+
+float* floats(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+void choose_codes_at(int rows, int columns, std::uintptr_t left, std::uintptr_t upper, std::ptrdiff_t upper_stride,
+                     std::uintptr_t scale, std::uintptr_t offset, std::uintptr_t lowest, int reach,
+                     std::uintptr_t codes, std::uintptr_t errors, int threads) {
+  const GroupFit group{rows, columns, floats(left), floats(upper), upper_stride, floats(scale), floats(offset),
+                       reinterpret_cast<const std::uint8_t*>(lowest), reach,
+                       reinterpret_cast<std::uint8_t*>(codes), floats(errors)};
+  nb::gil_scoped_release unlocked;
+  choose_codes(group, threads);
 }
 
 std::size_t pin(HandleTable& table, Words out) {
@@ -74,5 +87,8 @@ NB_MODULE(_native, m) {
   m.def("crc32c", &checksum, nb::arg("data"), nb::arg("crc") = 0);
   m.def("crc32c_portable", &checksum_portable, nb::arg("data"), nb::arg("crc") = 0);
   m.def("limit_malloc", &limit_malloc);
+  m.def("choose_codes", &choose_codes_at, nb::arg("rows"), nb::arg("columns"), nb::arg("left"), nb::arg("upper"),
+        nb::arg("upper_stride"), nb::arg("scale"), nb::arg("offset"), nb::arg("lowest"), nb::arg("reach"),
+        nb::arg("codes"), nb::arg("errors"), nb::arg("threads"));
   bind_kernels(m);
 }

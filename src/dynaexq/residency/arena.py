@@ -12,7 +12,8 @@ import torch
 from dynaexq.core import MAX_ARENA_BYTES, ExpertKey, ExpertShape, Handle, MemoryLimitError, ModelShape
 from dynaexq.device import Arena, Device
 from dynaexq.device.base import Bytes
-from dynaexq.formats import ExpertFormat, VersionLayout
+from dynaexq.formats import ExpertFormat, ExpertWeights, VersionLayout, decode
+from dynaexq.formats.codec import Base
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import HandleWords
 from dynaexq.residency.pool import BlockPool
@@ -72,13 +73,16 @@ def fill_blocks(source: VersionSource, fills: list[Fill], progress: Callable[[in
 class ExpertArena:
     """Versions of all experts in one allocation, reached through handles.
 
-    `formats` is the table that the format index of a handle word points into; `pools` has one pool for each of them.
+    `formats` is the table that the format index of a handle word points into; `pools` has one pool for each of them,
+    and `bases` the index of what each is nested in (None: it stands alone).
     """
 
     def __init__(self, shape: ModelShape, formats: list[ExpertFormat]) -> None:
         self.shape = shape
         self.formats = formats
         self.layouts = [VersionLayout.of(fmt, shape.expert) for fmt in formats]
+        plain = {fmt.bits: index for index, fmt in enumerate(formats) if not fmt.base_bits}
+        self.bases = [plain.get(fmt.base_bits) for fmt in formats]
         self.handles = HandleWords(shape.layers * shape.experts)
         self.pools: list[BlockPool] = []
         self._released = 0
@@ -127,8 +131,19 @@ class ExpertArena:
         return sum(pool.capacity * (layout.extent_bytes - layout.payload_bytes) for pool, layout in pairs)
 
     def block(self, handle: Handle) -> torch.Tensor:
-        """The version behind a handle, uint8 [extent_bytes], in the arena."""
-        return self.arena.view(handle.offset, self.layouts[handle.format_index].extent_bytes)
+        """The version behind a handle, uint8 [extent_bytes], in the arena; of a nested one, what it refines."""
+        base = self.bases[handle.format_index]
+        layout = self.layouts[handle.format_index if base is None else base]
+        return self.arena.view(handle.offset, layout.extent_bytes)
+
+    def weights(self, handle: Handle) -> ExpertWeights:
+        """Plain float32 weights of the version behind a handle."""
+        fmt, base = self.formats[handle.format_index], self.bases[handle.format_index]
+        if base is None:
+            return decode(self.block(handle), fmt, self.expert)
+        assert handle.residual is not None
+        rest = self.arena.view(handle.residual, self.layouts[handle.format_index].extent_bytes)
+        return decode(rest, fmt, self.expert, Base(self.block(handle), self.formats[base]))
 
     def close(self) -> None:
         """Free the arena."""

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from dynaexq.core import ModelShape, OptionError
+from dynaexq.formats.base import base_tier
 
 LAYOUTS = ("replace", "keep")
-"""replace: a high version takes the place of the low one; keep: the low version stays resident under it."""
+"""replace: a high version takes the place of the low one; keep: the low version stays resident under it, and a nested
+high version is but the rest."""
 
 MAX_DEFAULT_SPARE = 16
 EXPERTS_PER_SPARE = 50
@@ -45,9 +47,23 @@ def default_spare(shape: ModelShape) -> int:
     return max(1, min(MAX_DEFAULT_SPARE, shape.layers * shape.experts // EXPERTS_PER_SPARE))
 
 
-def check_layout(layout: str, spare: int | None) -> None:
+def choose_layout(layout: str | None, tiers: tuple[str, str]) -> str:
+    """The layout for (high, low) tiers: the one asked for, else `keep` where high is nested in low, else `replace`.
+
+    Raises:
+        OptionError: a high tier that is nested in another one than the low tier, or needs what `replace` gives away.
+    """
+    base = base_tier(tiers[0])
+    if base not in (None, tiers[1]):
+        raise OptionError(f"the high tier {tiers[0]} goes with the low tier {base}, which it refines, not {tiers[1]}")
+    if base is not None and layout == "replace":
+        raise OptionError(f"layout 'replace' would give away the {base} versions that {tiers[0]} refines; leave it out")
+    return layout or ("replace" if base is None else "keep")
+
+
+def check_layout(layout: str | None, spare: int | None) -> None:
     """Raise OptionError for an unknown layout, or spare blocks that would not be used or cannot work."""
-    if layout not in LAYOUTS:
+    if layout is not None and layout not in LAYOUTS:
         raise OptionError(f"unknown layout '{layout}'; known layouts are {', '.join(LAYOUTS)}")
     if spare is not None and layout == "keep":
         raise OptionError("layout 'keep' needs no spare blocks: leave out spare")

@@ -49,7 +49,8 @@ class VersionedExperts(ExpertArena):
     """All experts at a low or a high tier, within two pools of fixed blocks.
 
     The plan says how many blocks each pool has, how many experts of a layer can be high, and whether the low version
-    stays resident under a high one (a demotion then copies nothing) or gives its block up (fewer bytes).
+    stays resident under a high one (a demotion then copies nothing) or gives its block up (fewer bytes). It stays where
+    the high tier is nested in the low one: a block of the high pool then holds what the low version lacks.
 
     `shares_by_layer` False lets a layer have more high experts for a moment: between two given maps, both of which keep
     to the plan, a way may lead through more of one layer and fewer of another only.
@@ -64,6 +65,8 @@ class VersionedExperts(ExpertArena):
         self.capacity = self._most = plan.capacity
         self.shares_by_layer = True
         self.keep_low = plan.keep_low
+        self.nested = self.bases[HIGH] is not None
+        assert self.keep_low or not self.nested, "a nested version needs the one it refines"
         high_end = plan.high_bytes * plan.high_blocks
         self.pools = [
             BlockPool(0, plan.high_bytes, plan.high_blocks),
@@ -189,7 +192,10 @@ class VersionedExperts(ExpertArena):
         highs = np.zeros(self.shape.layers, np.int64)
         for key, entry in self.entries.items():
             handle = handles[key]
-            assert entry.blocks[handle.format_index] == handle.offset, f"{key}: the handle is not on a resident version"
+            seen = handle if handle.residual is None else handle._replace(offset=handle.residual)
+            assert entry.blocks[handle.format_index] == seen.offset, f"{key}: the handle is not on a resident version"
+            assert handle.residual is None or entry.blocks[LOW] == handle.offset, f"{key}: not on its own low version"
+            assert (handle.residual is not None) is (self.nested and handle.format_index == HIGH)
             assert handle.format_index == (HIGH if entry.blocks[HIGH] is not None else LOW)
             assert self._high[key] == (handle.format_index == HIGH)
             moving = entry.state in (Residency.PROMOTING, Residency.DEMOTING)
@@ -213,10 +219,11 @@ class VersionedExperts(ExpertArena):
             assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"
 
     def _publish(self, key: ExpertKey, pool: int) -> int:
-        offset = self.entries[key].blocks[pool]
+        blocks = self.entries[key].blocks
+        offset, residual = (blocks[LOW], blocks[HIGH]) if self.nested and pool == HIGH else (blocks[pool], None)
         assert offset is not None
         self._high[key] = pool == HIGH
-        return self.handles.publish(self.shape.index(key), encode_handle(pool, offset))
+        return self.handles.publish(self.shape.index(key), encode_handle(pool, offset, residual))
 
     def _retire(self, key: ExpertKey, entry: Entry, pool: int, epoch: int) -> None:
         offset = entry.blocks[pool]

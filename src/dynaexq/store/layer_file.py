@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from dynaexq.core import BLOCK_BYTES, StoreError, round_up
 from dynaexq.formats.codec import Encoded
 from dynaexq.native import crc32c, read_extent
 from dynaexq.store.files import header_bytes, read_header, replace_atomically, write_all
+
+
+class AddVersion(Protocol):
+    """Takes a layer's next version, and the checksum of the one it refines (None: it stands alone)."""
+
+    def __call__(self, version: Encoded, base: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class LayerFile:
     extent_bytes: int
     checksums: list[int]
     errors: list[float]
+    bases: list[int]
+    """Checksums of the versions that these refine; empty where they stand alone."""
 
     def position(self, expert: int) -> int:
         """File position of the extent of `expert` in bytes."""
@@ -57,31 +66,33 @@ def layer_path(root: Path, layer: int, tier: str) -> Path:
 
 
 @contextlib.contextmanager
-def write_layer(
-    path: Path, identity: LayerIdentity, experts: int, extent_bytes: int
-) -> Iterator[Callable[[Encoded], None]]:
+def write_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: int) -> Iterator[AddVersion]:
     """Yield a function that takes the layer's versions in order; the file appears only when all came.
 
     Raises:
         StoreError: the disk is full or the file cannot be written.
     """
-    reserve = round_up(len(_header(identity, [0] * experts, [0.0] * experts, extent_bytes)), BLOCK_BYTES)
+    nothing = [0] * experts
+    reserve = round_up(len(_header(identity, nothing, [0.0] * experts, nothing, extent_bytes)), BLOCK_BYTES)
     checksums: list[int] = []
     errors: list[float] = []
+    bases: list[int] = []
     with replace_atomically(path) as descriptor:
         os.lseek(descriptor, reserve, os.SEEK_SET)
 
-        def add(version: Encoded) -> None:
+        def add(version: Encoded, base: int | None = None) -> None:
             block = version.block.numpy()
             assert block.nbytes == extent_bytes
             write_all(descriptor, block.data)
             checksums.append(crc32c(block))
             errors.append(version.error)
+            if base is not None:
+                bases.append(base)
 
         yield add
-        assert len(checksums) == experts
+        assert len(checksums) == experts and len(bases) in (0, experts)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        write_all(descriptor, _header(identity, checksums, errors, extent_bytes, reserve))
+        write_all(descriptor, _header(identity, checksums, errors, bases, extent_bytes, reserve))
 
 
 def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: int) -> LayerFile:
@@ -109,11 +120,28 @@ def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: 
     try:
         checksums = [int(word, 16) for word in metadata["crc32c"].split()]
         errors = [float(word) for word in metadata["error"].split()]
+        bases = [int(word, 16) for word in metadata.get("base_crc32c", "").split()]
     except (KeyError, AttributeError, ValueError):
-        checksums, errors = [], []
-    if len(checksums) != experts or len(errors) != experts:
+        checksums, errors, bases = [], [], []
+    if len(checksums) != experts or len(errors) != experts or len(bases) not in (0, experts):
         raise StoreError(f"{path} is damaged: its checksums are unreadable")
-    return LayerFile(path, start, extent_bytes, checksums, errors)
+    return LayerFile(path, start, extent_bytes, checksums, errors, bases)
+
+
+def read_extent_of(file: LayerFile, expert: int) -> torch.Tensor:
+    """The version of one expert, uint8 [extent_bytes]. Raises StoreError where it is not as it was written."""
+    buffer = np.empty(file.extent_bytes, np.uint8)
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY)
+        try:
+            done, found = read_extent(descriptor, file.position(expert), buffer)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StoreError(f"cannot read {file.path}: {error.strerror or error}") from error
+    if done != file.extent_bytes or found != file.checksums[expert]:
+        raise StoreError(f"{file.path} is damaged: the bytes of expert {expert} do not match their checksum")
+    return torch.from_numpy(buffer)
 
 
 def damaged_extents(file: LayerFile) -> list[int]:
@@ -135,15 +163,21 @@ def damaged_extents(file: LayerFile) -> list[int]:
 
 
 def _header(
-    identity: LayerIdentity, checksums: list[int], errors: list[float], extent_bytes: int, total: int = 0
+    identity: LayerIdentity,
+    checksums: list[int],
+    errors: list[float],
+    bases: list[int],
+    extent_bytes: int,
+    total: int = 0,
 ) -> bytes:
-    header: dict[str, Any] = {
-        "__metadata__": {
-            **identity.metadata(),
-            "crc32c": " ".join(f"{checksum:08x}" for checksum in checksums),
-            "error": " ".join(f"{error:.6e}" for error in errors),
-        }
+    metadata = {
+        **identity.metadata(),
+        "crc32c": " ".join(f"{checksum:08x}" for checksum in checksums),
+        "error": " ".join(f"{error:.6e}" for error in errors),
     }
+    if bases:
+        metadata["base_crc32c"] = " ".join(f"{checksum:08x}" for checksum in bases)
+    header: dict[str, Any] = {"__metadata__": metadata}
     for expert in range(len(checksums)):
         begin = expert * extent_bytes
         header[f"expert.{expert}"] = {

@@ -49,6 +49,8 @@ class Manifest(BaseModel):
     intermediate: int = Field(gt=0)
     group_size: int
     quantizer: str
+    calibrated_on: tuple[str, ...] = ()
+    """Texts whose inputs versions were fitted to, for people."""
     dense: DenseInfo | None = None
     files: dict[str, int] = {}
     """CRC-32C of configuration and tokenizer files by name."""

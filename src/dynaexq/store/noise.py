@@ -118,6 +118,8 @@ class RandomVersions:
         records = packed.reshape(tiles, section.columns // self._format.group_size, -1)
         codes = self._format.group_size * self._format.bits // 8
         factors = _row_factors(section.rows, self._stream)
+        if self._format.base_bits:  # the base says it
+            return records[:, :, codes:], np.zeros((1, 1, 0), np.uint64)
         scale = (std * factors / _code_deviation(self._format)).astype(np.float16).reshape(tiles, ROWS)
         parts = [scale]
         if not self._format.symmetric:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dynaexq.core import ExpertKey, ModelShape, StoreError
-from dynaexq.formats import LAYOUT_ID, ExpertFormat
+from dynaexq.formats import LAYOUT_ID, ExpertFormat, VersionLayout
+from dynaexq.formats.base import base_tier
 from dynaexq.native import read_extent
 from dynaexq.store.dense import verify_dense
 from dynaexq.store.files import file_checksum
@@ -28,6 +29,29 @@ def identity_of(manifest: Manifest, layer: int, tier: str) -> LayerIdentity:
         manifest.group_size,
         manifest.quantizer,
     )
+
+
+def open_tier(root: Path, manifest: Manifest, layer: int, tier: str) -> LayerFile:
+    """The file of (`layer`, `tier`), its header checked; of a nested tier, that it refines the versions that are there.
+
+    Raises:
+        StoreError: missing, damaged, made for something else, or for other versions than those of its base.
+    """
+    extent_bytes = VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes
+    path = layer_path(root, layer, tier)
+    file = open_layer(path, identity_of(manifest, layer, tier), manifest.experts, extent_bytes)
+    if file.bases != (base_checksums(manifest, root, layer, tier) or []):
+        raise StoreError(
+            f"{path} refines other {base_tier(tier)} versions than those of the store; run `dynaexq prepare` (or "
+            "`synth`) again to restore both"
+        )
+    return file
+
+
+def base_checksums(manifest: Manifest, root: Path, layer: int, tier: str) -> list[int] | None:
+    """Checksums of the versions that those of (`layer`, `tier`) refine; None where they stand alone."""
+    base = base_tier(tier)
+    return None if base is None else open_tier(root, manifest, layer, base).checksums
 
 
 class ExpertStore:
@@ -136,9 +160,7 @@ class ExpertStore:
             os.close(self._files.popitem()[1][1])
 
     def _open_layer(self, layer: int, tier: str) -> LayerFile:
-        identity = identity_of(self.manifest, layer, tier)
-        extent_bytes = self.manifest.tiers[tier].extent_bytes
-        return open_layer(layer_path(self.root, layer, tier), identity, self.manifest.experts, extent_bytes)
+        return open_tier(self.root, self.manifest, layer, tier)
 
     def _open_descriptor(self, path: Path) -> int:
         try:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 
 from dynaexq.core import ModelShape, StoreError
 from dynaexq.formats import VersionLayout
+from dynaexq.formats.base import with_bases
 from dynaexq.formats.codec import Encoded
 from dynaexq.store.dense import verify_dense, write_tensors
 from dynaexq.store.files import file_checksum, lock_directory, replace_atomically, write_all
 from dynaexq.store.layer_file import layer_path, write_layer
 from dynaexq.store.manifest import Manifest
 from dynaexq.store.noise import Bytes, RandomTensor, RandomVersions, open_stream
-from dynaexq.store.reader import identity_of
+from dynaexq.store.reader import base_checksums, identity_of
 from dynaexq.store.writer import (
     PrepareOptions,
     Progress,
@@ -167,7 +168,7 @@ def _write_tiers(
 ) -> tuple[Manifest, int]:
     advance = _counter("experts", len(tiers) * manifest.shape.layers * manifest.experts, progress)
     written = 0
-    for tier in tiers:
+    for tier in with_bases(tiers):
         for layer in range(manifest.shape.layers):
             if is_intact(manifest, root, layer, tier):
                 advance(manifest.experts)
@@ -182,12 +183,13 @@ def _write_layer(
 ) -> int:
     fmt, shape = manifest.format(tier), manifest.shape.expert
     extent_bytes = VersionLayout.of(fmt, shape).extent_bytes
-    stream = open_stream(model.seed, EXPERT_STREAM, layer, fmt.bits)
+    stream = open_stream(model.seed, EXPERT_STREAM, layer, fmt.bits + 256 * fmt.base_bits)
     versions = RandomVersions(fmt, shape, model.residual_scale, stream)
     path = layer_path(root, layer, tier)
     with write_layer(path, identity_of(manifest, layer, tier), manifest.experts, extent_bytes) as add:
-        for _ in range(manifest.experts):
-            add(Encoded(torch.from_numpy(versions.draw()), 0.0))
+        bases: Sequence[int | None] = base_checksums(manifest, root, layer, tier) or [None] * manifest.experts
+        for base in bases:
+            add(Encoded(torch.from_numpy(versions.draw()), 0.0), base)
             advance(1)
     return manifest.experts * extent_bytes
 

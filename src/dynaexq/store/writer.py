@@ -12,13 +12,15 @@ from typing import Protocol
 
 from dynaexq.core import CheckpointError, ExpertKey, FormatError, ModelShape, OptionError, StoreError, round_up
 from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, ExpertWeights, VersionLayout, encode, tier_format
-from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier, with_bases
+from dynaexq.formats.codec import Base, ExpertMetrics, encode_nested
+from dynaexq.formats.quantizers import CALIBRATED
 from dynaexq.store.checkpoint import INDEX_NAME, Checkpoint
 from dynaexq.store.dense import verify_dense, write_dense
 from dynaexq.store.files import LOCK_NAME, PARTIAL_SUFFIX, file_checksum, lock_directory, replace_atomically, write_all
-from dynaexq.store.layer_file import LayerFile, damaged_extents, layer_path, open_layer, write_layer
+from dynaexq.store.layer_file import damaged_extents, layer_path, read_extent_of, write_layer
 from dynaexq.store.manifest import MANIFEST_NAME, Manifest, TierInfo
-from dynaexq.store.reader import identity_of
+from dynaexq.store.reader import identity_of, open_tier
 
 COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 QUANT_METHOD = "dynaexq"
@@ -36,13 +38,23 @@ class ExpertSource(Protocol):
         """Weights of one expert. Raises CheckpointError."""
 
 
+class Calibration(Protocol):
+    """What experts were given by calibration texts."""
+
+    identity: str
+    texts: tuple[str, ...]
+
+    def metrics(self, key: ExpertKey, weights: ExpertWeights) -> ExpertMetrics:
+        """What errors in the matrices of an expert matter. Raises SideFileError or CheckpointError."""
+
+
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes or experts done, total)."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to put into a store."""
+    """What to put into a store; `quantizer` is for versions that are not fitted to a calibration."""
 
     tiers: tuple[str, ...]
     group_size: int = DEFAULT_GROUP_SIZE
@@ -61,9 +73,14 @@ class PrepareOptions:
 
 
 def prepare_store(
-    source: ExpertSource, root: Path, options: PrepareOptions, progress: Progress, wait_for_lock: bool = False
+    source: ExpertSource,
+    root: Path,
+    options: PrepareOptions,
+    progress: Progress,
+    wait_for_lock: bool = False,
+    calibration: Calibration | None = None,
 ) -> Manifest:
-    """Create, resume or extend the store in `root`.
+    """Create, resume or extend the store in `root`; versions below 8 bits are fitted to `calibration`, if there is one.
 
     What an earlier run finished is checked against its checksums and kept; damaged layers are made again.
 
@@ -73,7 +90,7 @@ def prepare_store(
         CheckpointError: a tensor is unreadable or not finite.
     """
     options.check(source.shape)
-    wanted = _manifest(source, options)
+    wanted = _manifest(source, options, calibration)
     check_target(root, wanted)
     try:
         (root / "experts").mkdir(parents=True, exist_ok=True)
@@ -87,12 +104,12 @@ def prepare_store(
         manifest.save(root)
         manifest = manifest.model_copy(update={"files": _copy_side_files(source.checkpoint, root)})
         manifest = _prepare_dense(manifest, source, root, progress)
-        manifest = _prepare_tiers(manifest, source, root, options.tiers, progress)
+        manifest = _prepare_tiers(manifest, source, root, options.tiers, progress, calibration)
         manifest.save(root)
     return manifest
 
 
-def _manifest(source: ExpertSource, options: PrepareOptions) -> Manifest:
+def _manifest(source: ExpertSource, options: PrepareOptions, calibration: Calibration | None) -> Manifest:
     return Manifest(
         source=source.checkpoint.root.name,
         fingerprint=source.checkpoint.fingerprint(),
@@ -102,7 +119,8 @@ def _manifest(source: ExpertSource, options: PrepareOptions) -> Manifest:
         hidden=source.shape.expert.hidden,
         intermediate=source.shape.expert.intermediate,
         group_size=options.group_size,
-        quantizer=options.quantizer,
+        quantizer=f"{CALIBRATED}-{calibration.identity}" if calibration else options.quantizer,
+        calibrated_on=calibration.texts if calibration else (),
     )
 
 
@@ -202,13 +220,21 @@ def _prepare_dense(manifest: Manifest, source: ExpertSource, root: Path, progres
 
 
 def _prepare_tiers(
-    manifest: Manifest, source: ExpertSource, root: Path, tiers: tuple[str, ...], progress: Progress
+    manifest: Manifest,
+    source: ExpertSource,
+    root: Path,
+    tiers: tuple[str, ...],
+    progress: Progress,
+    calibration: Calibration | None,
 ) -> Manifest:
     total = manifest.shape.layers * manifest.experts
+    tiers = with_bases(tiers)
     for layer in range(manifest.shape.layers):
-        missing = [tier for tier in tiers if not is_intact(manifest, root, layer, tier)]
-        if missing:
-            _write_layer_tiers(manifest, source, root, layer, missing, progress)
+        for nested in (False, True):  # what is nested is made for the base that is on disk
+            chosen = [tier for tier in tiers if bool(base_tier(tier)) is nested]
+            missing = [tier for tier in chosen if not is_intact(manifest, root, layer, tier)]
+            if missing:
+                _write_layer_tiers(manifest, source, root, layer, missing, progress, calibration)
         progress("experts", (layer + 1) * manifest.experts, total)
     return manifest.model_copy(
         update={"tiers": {**manifest.tiers, **{tier: describe_tier(manifest, root, tier) for tier in tiers}}}
@@ -222,25 +248,36 @@ def _write_layer_tiers(
     layer: int,
     tiers: list[str],
     progress: Progress,
+    calibration: Calibration | None,
 ) -> None:
     """Read every expert of a layer once and encode it into all `tiers`."""
     shape = manifest.shape.expert
+    fitted = calibration is not None and any(_is_fitted(tier) for tier in tiers)
     with contextlib.ExitStack() as stack:
-        writers = []
+        writers = {}
         for tier in tiers:
-            fmt = manifest.format(tier)
-            extent_bytes = VersionLayout.of(fmt, shape).extent_bytes
+            extent_bytes = VersionLayout.of(manifest.format(tier), shape).extent_bytes
             identity = identity_of(manifest, layer, tier)
             path = layer_path(root, layer, tier)
-            writers.append((fmt, stack.enter_context(write_layer(path, identity, manifest.experts, extent_bytes))))
+            add = stack.enter_context(write_layer(path, identity, manifest.experts, extent_bytes))
+            base = base_tier(tier)
+            writers[tier] = add, open_tier(root, manifest, layer, base) if base else None
         for expert in range(manifest.experts):
-            weights = source.read(ExpertKey(layer, expert))
-            for fmt, add in writers:
+            key = ExpertKey(layer, expert)
+            weights = source.read(key)
+            metrics = calibration.metrics(key, weights) if calibration and fitted else None
+            for tier, (add, base_file) in writers.items():
                 try:
-                    add(encode(weights, fmt, shape, manifest.quantizer))
+                    if base_file is None:
+                        quantizer = CALIBRATED if calibration else manifest.quantizer
+                        add(encode(weights, manifest.format(tier), shape, quantizer, metrics))
+                    else:
+                        below = Base(read_extent_of(base_file, expert), manifest.format(str(base_tier(tier))))
+                        version = encode_nested(weights, below, manifest.format(tier), shape, metrics)
+                        add(version, base_file.checksums[expert])
                 except FormatError as error:
                     where = f"expert {expert} of {manifest.layer_names[layer]} in {source.checkpoint.root}"
-                    raise CheckpointError(f"{where}: {error}; leave out tier {fmt.name}") from error
+                    raise CheckpointError(f"{where}: {error}; leave out tier {tier}") from error
             progress(
                 "experts", manifest.shape.index(ExpertKey(layer, expert)), manifest.shape.layers * manifest.experts
             )
@@ -249,7 +286,7 @@ def _write_layer_tiers(
 def is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
     """Whether a layer's file is there and every extent matches its checksum."""
     try:
-        return not damaged_extents(_open(manifest, root, layer, tier))
+        return not damaged_extents(open_tier(root, manifest, layer, tier))
     except StoreError:
         return False
 
@@ -257,7 +294,7 @@ def is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
 def describe_tier(manifest: Manifest, root: Path, tier: str) -> TierInfo:
     """Sizes and weight errors of a tier whose layer files are all there."""
     layout = VersionLayout.of(manifest.format(tier), manifest.shape.expert)
-    errors = [e for layer in range(manifest.shape.layers) for e in _open(manifest, root, layer, tier).errors]
+    errors = [e for layer in range(manifest.shape.layers) for e in open_tier(root, manifest, layer, tier).errors]
     return TierInfo(
         payload_bytes=layout.payload_bytes,
         extent_bytes=layout.extent_bytes,
@@ -266,7 +303,6 @@ def describe_tier(manifest: Manifest, root: Path, tier: str) -> TierInfo:
     )
 
 
-def _open(manifest: Manifest, root: Path, layer: int, tier: str) -> LayerFile:
-    extent_bytes = VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes
-    identity = identity_of(manifest, layer, tier)
-    return open_layer(layer_path(root, layer, tier), identity, manifest.experts, extent_bytes)
+def _is_fitted(tier: str) -> bool:
+    fmt = tier_format(tier)
+    return fmt.quantized and not fmt.symmetric

@@ -111,7 +111,7 @@ inline std::vector<float> forward(const ExpertLayers& layers, const Layer& layer
 
 // Rounds values to what activations in front of a format are rounded to, as docs and tiles.hpp have it.
 inline void round_values(std::vector<double>& x, WeightFormat format) {
-  const double steps = format.bits == 8 ? 32767 : 127;
+  const double steps = format.whole_bits() == 8 ? 32767 : 127;
   const int group = activation_group(format);
   for (std::size_t first = 0; format.bits < 16 && first < x.size(); first += group) {
     double largest = 0;

@@ -10,6 +10,40 @@ namespace {
 
 const Gate kSwiGlu{GateKind::SwiGlu, 1.0f, 0.0f}, kClamped{GateKind::ClampedSwiGlu, 1.702f, 7.0f};
 
+constexpr std::uint64_t kNone = 0xfffffff;  // of a handle word's block numbers
+
+// A layer with what its nested formats refine: Layer lays out what they add, this puts their bases in front of all
+// versions, those of the last experts first.
+Layer with_bases(Layer layer) {
+  for (VersionFormat& format : layer.formats) {
+    if (!format.weights.base_bits) continue;
+    const std::size_t up = align(tile_bytes(format.weights.base(), layer.hidden) * (layer.intermediate / 8));
+    format.base_sections = {0, up, 2 * up};
+  }
+  const std::size_t experts = layer.words.size();
+  std::vector<std::uint8_t> bases;
+  std::vector<std::uint64_t> blocks(experts, kNone);
+  for (std::size_t e = experts; e-- > 0;) {
+    const VersionFormat& format = layer.formats[layer.words[e] >> 56];
+    if (!format.weights.base_bits) continue;
+    const std::size_t start = bases.size();
+    blocks[e] = start / kBlock;
+    for (int part = 0; part < 3; ++part) {
+      bases.resize(start + format.base_sections[part], kSentinel);
+      const Packed& matrix = layer.experts[e][part];
+      bases.insert(bases.end(), matrix.base.begin(), matrix.base.end());
+    }
+    bases.resize((bases.size() + kBlock - 1) / kBlock * kBlock, kSentinel);
+  }
+  for (std::size_t e = 0; e < experts; ++e) {
+    const std::uint64_t own = (layer.words[e] >> 28 & kNone) + bases.size() / kBlock;
+    const bool nested = blocks[e] != kNone;
+    layer.words[e] = layer.words[e] >> 56 << 56 | (nested ? blocks[e] << 28 | own : own << 28 | kNone);
+  }
+  layer.bytes.insert(layer.bytes.begin(), bases.begin(), bases.end());
+  return layer;
+}
+
 void check_output(const TileSet& set, const Layer& layer, const Input& input, const LayerGate& gate, bool exact,
                   const std::vector<float>& out, int most) {
   for (int token = 0; token < std::min(input.tokens, most); ++token) {
@@ -105,9 +139,9 @@ void check_poison(const TileSet& set, const Layer& layer, const LayerGate& gate,
 // Every format with one expert: its bytes are the last before the guard page.
 void check_alone(const TileSet& set, bool exact) {
   for (WeightFormat format : every_format()) {
-    Random random(format.bits + format.group);
+    Random random(format.whole_bits() + format.group);
     const int unit = std::max(format.group, 8);
-    const Layer layer(unit, 3 * unit, {format}, 1, random);
+    const Layer layer = with_bases({unit, 3 * unit, {format}, 1, random});
     const Guarded arena(layer.bytes);
     const ExpertLayers layers = layer.bind(arena, exact, set);
     const LayerGate gate{kSwiGlu, false, nullptr, nullptr};
@@ -145,7 +179,7 @@ void check_misuse(const TileSet& set, const Layer& good, Random& random) {
   const LayerGate gate{kSwiGlu, false, nullptr, nullptr};
   const Input input(good, 9, 2, random);
   const int experts = static_cast<int>(good.experts.size());
-  const std::uint64_t blocks = (good.bytes.size() + kBlock - 1) / kBlock, none = 0xfffffff;
+  const std::uint64_t blocks = (good.bytes.size() + kBlock - 1) / kBlock;
   const auto refuses = [&](const std::vector<std::int64_t>& ids, const std::vector<std::uint64_t>& words) {
     const Guarded out(input.hidden.size() * sizeof(float)), guarded_words(words), guarded_ids(ids);
     bool thrown = false;
@@ -163,10 +197,19 @@ void check_misuse(const TileSet& set, const Layer& good, Random& random) {
     ids.back() = id;
     CHECK(refuses(ids, good.words), "%s took the id %lld", set.name, static_cast<long long>(id));
   }
-  const std::uint64_t last = good.words[experts - 1] >> 28 & none;  // one block further, the last bytes are outside
-  const std::uint64_t formats = good.formats.size(), of_last = good.words[experts - 1] >> 56;
-  for (std::uint64_t word : {formats << 56 | none, std::uint64_t{255} << 56 | none, blocks << 28 | none,
-                             none << 28 | none, of_last << 56 | (last + 1) << 28 | none, UINT64_MAX}) {
+  const std::uint64_t last = good.words[experts - 1], formats = good.formats.size();
+  const auto nested = [&](std::uint64_t word) { return good.formats[word >> 56].weights.base_bits > 0; };
+  std::vector<std::uint64_t> wrong_words{formats << 56 | kNone, std::uint64_t{255} << 56 | kNone, blocks << 28 | kNone,
+                                         kNone << 28 | kNone, UINT64_MAX};
+  // one block further, the last bytes are outside
+  wrong_words.push_back(last + (nested(last) ? 1 : std::uint64_t{1} << 28));
+  for (std::uint64_t word : good.words)
+    for (std::uint64_t block : {blocks, kNone}) {
+      if (!nested(word)) continue;
+      wrong_words.push_back((word & ~kNone) | block);
+      wrong_words.push_back((word & ~(kNone << 28)) | block << 28);
+    }
+  for (std::uint64_t word : wrong_words) {
     std::vector<std::uint64_t> words = good.words;
     words[input.ids.back()] = word;
     CHECK(refuses(input.ids, words), "%s took the word %llx", set.name, static_cast<unsigned long long>(word));
@@ -174,7 +217,8 @@ void check_misuse(const TileSet& set, const Layer& good, Random& random) {
   struct {
     int hidden, intermediate;
     WeightFormat format;
-  } wrong[] = {{96, 96, {4, 64}}, {128, 96, {4, 64}}, {96, 96, {4, 48}}, {96, 96, {3, 32}}, {12, 16, {16, 0}}};
+  } wrong[] = {{96, 96, {4, 64}}, {128, 96, {4, 64}}, {96, 96, {4, 48}}, {96, 96, {5, 32}}, {96, 96, {4, 32, 2}},
+               {12, 16, {16, 0}}};
   for (const auto& w : wrong) {
     bool thrown = false;
     try {
@@ -183,8 +227,7 @@ void check_misuse(const TileSet& set, const Layer& good, Random& random) {
     } catch (const std::invalid_argument&) {
       thrown = true;
     }
-    CHECK(thrown, "%s took %d x %d, %d bits, group %d", set.name, w.hidden, w.intermediate, w.format.bits,
-          w.format.group);
+    CHECK(thrown, "%s took %d x %d, %s", set.name, w.hidden, w.intermediate, describe(w.format).c_str());
   }
 }
 
@@ -214,6 +257,7 @@ void test_experts(const TileSet& set) {
       {64, 320, {{1, 64}, {16, 0}, {4, 64}, {8, 64}, {2, 32}}, 5, random},
       {256, 128, {{8, 128}, {2, 128}, {4, 128}, {1, 64}, {1, 128}}, 5, random},
       {72, 136, {{16, 0}}, 2, random},
+      with_bases({128, 192, {{2, 64, 2}, {3, 32}, {4, 32, 4}, {4, 64}, {4, 64, 4}, {8, 64}, {2, 32, 2}}, 8, random}),
   };
   int turn = 0;
   for (const Layer& layer : layers) {

@@ -22,7 +22,7 @@ struct Case {
 
   Case(const TileSet& set, WeightFormat f, bool exact, Codes codes)
       : format(f), precision(precision_for(f, exact)), columns(f.bits == 16 ? 75 : 3 * f.group) {
-    Random random(1000 * f.bits + f.group);
+    Random random(1000 * f.whole_bits() + f.group);
     packed = pack(format, kRows, columns, random, codes);
     x = random.normals(static_cast<std::size_t>(kBlockTokens) * columns);
     for (std::size_t i = 0; i < x.size(); ++i) {
@@ -32,8 +32,8 @@ struct Case {
       else
         x[i] *= static_cast<float>(std::pow(10.0, token % 7 - 3));
     }
-    name = std::string(set.name) + ", " + std::to_string(f.bits) + " bits, group " + std::to_string(f.group) +
-           (exact ? ", exact" : "") + (codes == Codes::Largest ? ", largest codes" : "");
+    name = std::string(set.name) + ", " + describe(f) + (exact ? ", exact" : "") +
+           (codes == Codes::Largest ? ", largest codes" : "");
   }
 
   // What the kernel sees of an activation.
@@ -72,7 +72,8 @@ void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes c
   const Multiply multiply = set.multiply(format, test.precision);
   if (!CHECK(multiply, "%s", test.name.c_str())) return;
   const RowLayout layout(test.precision, test.columns, format);
-  const Guarded weights(test.packed.bytes), memory(layout.stride() * kBlockTokens);
+  const Guarded own(test.packed.bytes), base(test.packed.base), memory(layout.stride() * kBlockTokens);
+  const Tiles weights = test.packed.tiles(own.data(), base.data());
   std::vector<Row> rows;
   for (int t = 0; t < kBlockTokens; ++t) {
     const Guarded x(test.x.data() + static_cast<std::size_t>(t) * test.columns, test.columns * sizeof(float));
@@ -80,13 +81,13 @@ void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes c
     rows.push_back(layout.at(memory.data(), t));
   }
   const Guarded all(kBlockTokens * kRows * sizeof(float));
-  multiply(weights.data(), kTiles, test.columns, rows.data(), kBlockTokens, all.as<float>(), kRows);
+  multiply(weights, kTiles, test.columns, rows.data(), kBlockTokens, all.as<float>(), kRows);
   const float* out = all.as<float>();
   check_accuracy(test, rows.data(), out);
 
   std::vector<float> plain(kBlockTokens * kRows);
-  scalar_tiles().multiply(format, test.precision)(weights.data(), kTiles, test.columns, rows.data(), kBlockTokens,
-                                                  plain.data(), kRows);
+  const Multiply slow = scalar_tiles().multiply(format, test.precision);
+  slow(weights, kTiles, test.columns, rows.data(), kBlockTokens, plain.data(), kRows);
   const double bound = test.precision == Precision::Float ? 1e-5 : 1e-6;
   for (int t = 0; t < kBlockTokens; ++t)
     CHECK(distance(out + t * kRows, plain.data() + t * kRows, kRows) < bound, "%s, token %d: %g from scalar",
@@ -96,7 +97,7 @@ void check_multiply(const TileSet& set, WeightFormat format, bool exact, Codes c
   for (int count = 1; count <= 17; ++count) {
     const int first = count * 5 % (kBlockTokens - count);
     const Guarded some(((count - 1) * kStride + kRows) * sizeof(float));
-    multiply(weights.data(), kTiles, test.columns, rows.data() + first, count, some.as<float>(), kStride);
+    multiply(weights, kTiles, test.columns, rows.data() + first, count, some.as<float>(), kStride);
     for (int t = 0; t < count; ++t) {
       const float* got = some.as<float>() + t * kStride;
       CHECK(same_bits(got, out + (first + t) * kRows, kRows), "%s, %d tokens, token %d", test.name.c_str(), count, t);
@@ -140,9 +141,8 @@ void check_rounding(const TileSet& set, Precision precision, int group) {
       CHECK(std::fabs(value * step - static_cast<double>(x[k])) <= 0.501 * step + 1e-30, "%s, column %d: %g became %g",
             set.name, k, static_cast<double>(x[k]), value * step);
     }
-    if (size == 1)
-      CHECK(std::fabs(static_cast<double>(sum.as<float>()[g]) - total) <= 1e-6 * std::fabs(total) + 1e-36,
-            "%s, group %d", set.name, g);
+    CHECK(std::fabs(static_cast<double>(sum.as<float>()[g]) - total) <= 1e-6 * std::fabs(total) + 1e-36,
+          "%s, group %d", set.name, g);
   }
 }
 
@@ -316,16 +316,20 @@ void test_layout() {
     Random random(format.bits);
     const int columns = format.bits == 16 ? 75 : 3 * format.group;
     const Packed packed = pack(format, kRows, columns, random);
-    const std::size_t wanted =
-        format.bits == 16 ? kRows * columns * 2
-        : format.bits == 8 ? kRows / 8 * (columns / format.group) * (format.group * 8 + 16)
-                           : kRows / 8 * (columns / format.group) * (format.group * format.bits + 32);
-    CHECK(packed.bytes.size() == wanted, "%d bits: %zu bytes", format.bits, packed.bytes.size());
-    CHECK(tile_bytes(format, columns) * kTiles == wanted, "%d bits", format.bits);
+    const std::string name = describe(format);
+    const auto check_size = [&](const std::vector<std::uint8_t>& bytes, WeightFormat part, int meta) {
+      const std::size_t wanted = part.bits == 16 ? kRows * columns * 2
+                                                 : kTiles * (columns / part.group) * (part.group * part.bits + meta);
+      CHECK(bytes.size() == wanted && tile_bytes(part, columns) * kTiles == wanted, "%s: %zu bytes", name.c_str(),
+            bytes.size());
+    };
+    check_size(packed.bytes, format, format.base_bits ? 0 : format.bits == 8 ? 16 : 32);
+    if (format.base_bits) check_size(packed.base, format.base(), 32);
+    const Tiles tiles = packed.tiles(packed.bytes.data(), packed.base.data());
     for (int row = 0; row < kRows; ++row)
       for (int column = 0; column < columns; ++column)
-        CHECK(decode(packed.bytes.data(), format, columns, row, column) == packed.values[row * columns + column],
-              "%d bits, group %d, row %d, column %d", format.bits, format.group, row, column);
+        CHECK(decode(tiles, format, columns, row, column) == packed.values[row * columns + column],
+              "%s, row %d, column %d", name.c_str(), row, column);
   }
 }
 
@@ -346,10 +350,14 @@ void test_tiles(const TileSet& set) {
   for (KvFormat format : {KvFormat::Float16, KvFormat::BFloat16, KvFormat::Int8})
     for (int queries : {1, 3, kQueriesAtOnce})
       for (int tokens : {1, 9, 40}) check_kept_attention(set, format, queries, 48, tokens);
-  CHECK(!set.multiply({4, 48}, Precision::Float) && !set.multiply({3, 64}, Precision::Int8) &&
-            !set.multiply({8, 64}, Precision::Int8) && !set.multiply({4, 64}, Precision::Int16) &&
-            !set.multiply({16, 0}, Precision::Int8),
-        "%s has a multiply for what is no format", set.name);
+  const WeightFormat none[] = {{4, 48}, {5, 64}, {2, 64, 4}, {4, 64, 2}, {1, 64, 1}, {3, 64, 3}, {8, 64, 8}};
+  for (WeightFormat format : none)
+    for (Precision precision : {Precision::Float, Precision::Int8, Precision::Int16})
+      CHECK(!set.multiply(format, precision), "%s has a multiply for %s", set.name, describe(format).c_str());
+  for (WeightFormat format : every_format())
+    for (Precision precision : {Precision::Int8, Precision::Int16})
+      CHECK(!set.multiply(format, precision) == (precision != precision_for(format, false)), "%s, %s", set.name,
+            describe(format).c_str());
 }
 
 }  // namespace dynaexq::test

@@ -57,18 +57,20 @@ def _gates_of(module: Any) -> list[GateFunction]:
     return gates
 
 
+def layer_functions(
+    module: Any, intermediate: int, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None
+) -> LayerFunctions:
+    """What an experts module does between its matrices."""
+    interleaved = not module.is_concatenated
+    native = recognise_gate(module._apply_gate, interleaved, intermediate, _gates_of(module))
+    return LayerFunctions(module._apply_gate, interleaved, gate_up_bias, down_bias, native)
+
+
 def bind_experts(model: Any, layers: ExpertLayers, runtime: ExpertRuntime) -> None:
     """Connect every experts module to `runtime`, and make each forward of the model one window."""
     for index, module in enumerate(layers.modules.values()):
-        functions = LayerFunctions(
-            gate=module._apply_gate,
-            interleaved=not module.is_concatenated,
-            gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
-            down_bias=module.down_proj_bias if module.has_bias else None,
-            native_gate=recognise_gate(
-                module._apply_gate, not module.is_concatenated, layers.shape.expert.intermediate, _gates_of(module)
-            ),
-        )
+        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+        functions = layer_functions(module, layers.shape.expert.intermediate, *biases)
         module.dynaexq = LayerBinding(runtime, index, functions)
     model.dynaexq_runtime = runtime
     for part in {model, model.base_model}:

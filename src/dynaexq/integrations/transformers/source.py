@@ -18,7 +18,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from dynaexq.core import CheckpointError, ExpertKey, ModelShape
 from dynaexq.device.base import Bytes
 from dynaexq.formats import ExpertFormat, ExpertWeights, encode, tier_format
+from dynaexq.integrations.transformers.experts import layer_functions
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, expert_matrices
+from dynaexq.kernels import LayerFunctions
 from dynaexq.store import Checkpoint
 
 
@@ -111,6 +113,16 @@ class CheckpointExperts:
                     f"the configuration says {list(shape)}"
                 )
         return weights
+
+    def read_functions(self, layer: int) -> LayerFunctions:
+        """What the experts of a layer do between their matrices. Raises CheckpointError."""
+        name = self.layer_names[layer]
+        module = self._layers.modules[name]
+        biases: list[torch.Tensor | None] = [None, None]
+        if module.has_bias:
+            sources = [self._keys.sources[f"{name}.{weight}_bias"][None][0] for weight in WEIGHTS]
+            biases = [self.checkpoint.read(source) for source in sources]
+        return layer_functions(module, self.shape.expert.intermediate, *biases)
 
     def _check_dense_shapes(self, experts: set[str]) -> None:
         """Tensors taken as they are must have the parameter's shape (Transformers checks the converted ones)."""

@@ -3,10 +3,12 @@
 #include "bindings.hpp"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -27,7 +29,8 @@ namespace {
 
 using Address = std::uintptr_t;
 using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FormatTuple = std::tuple<int, int, std::size_t, std::size_t, std::size_t>;  // bits, group, gate, up, down
+using Sections = std::array<std::size_t, 3>;                        // gate, up, down
+using FormatTuple = std::tuple<int, int, int, Sections, Sections>;  // bits, group, base_bits, own and base sections
 
 template <class T>
 T* at(Address address) {
@@ -51,7 +54,8 @@ std::vector<std::string> instruction_sets() {
 ExpertLayers make_layers(Address arena, std::size_t arena_bytes, int experts, int hidden, int intermediate,
                          const std::vector<FormatTuple>& formats, bool exact, const std::string& instructions) {
   std::vector<VersionFormat> versions;
-  for (const auto& [bits, group, gate, up, down] : formats) versions.push_back({{bits, group}, {gate, up, down}});
+  for (const auto& [bits, group, base_bits, sections, base_sections] : formats)
+    versions.push_back({{bits, group, base_bits}, sections, base_sections});
   return ExpertLayers(at<const std::uint8_t>(arena), arena_bytes, experts, hidden, intermediate, std::move(versions),
                       exact, find_tiles(instructions));
 }

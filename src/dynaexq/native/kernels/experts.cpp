@@ -19,7 +19,7 @@ constexpr std::uint64_t kBlockMask = (std::uint64_t{1} << 28) - 1;
 // Pairs (token, place among its experts) of one expert in one wave: [first, first + count) of the sorted pairs.
 struct Segment {
   int expert, first, count, kernel;
-  const std::uint8_t* version;
+  Tiles version;  // its first byte, or that of its base and its own
 };
 
 }  // namespace
@@ -43,12 +43,17 @@ ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, i
                                   std::to_string(group) + " of " + std::to_string(hidden_) + " x " +
                                   std::to_string(intermediate_));
     const RowLayout inner(precision, intermediate_, format.weights);
-    const std::size_t down_tile = tile_bytes(format.weights, intermediate_);
-    kernels_.push_back({RowLayout(precision, hidden_, format.weights), inner, multiply, tile_bytes(format.weights, hidden_),
-                        down_tile, format.sections[2] + down_tile * (hidden_ / kTileRows)});
+    const Part own = measure(format.weights, format.sections[2]);
+    const Part base = format.weights.base_bits ? measure(format.weights.base(), format.base_sections[2]) : Part{};
+    kernels_.push_back({RowLayout(precision, hidden_, format.weights), inner, multiply, own, base});
     inner_stride_ = std::max(inner_stride_, inner.stride());
     unit_ = std::max(unit_, group);
   }
+}
+
+ExpertLayers::Part ExpertLayers::measure(WeightFormat format, std::size_t down) const {
+  const std::size_t tile = tile_bytes(format, intermediate_);
+  return {tile_bytes(format, hidden_), tile, down + tile * (hidden_ / kTileRows)};
 }
 
 // What one forward needs while it runs.
@@ -88,13 +93,36 @@ struct ExpertLayers::Run {
       const int end = starts[expert + 1];
       if (first == end) continue;
       const std::uint64_t word = call.words[expert], format = word >> 56;
-      const std::size_t offset = static_cast<std::size_t>(word >> 28 & kBlockMask) << kBlockShift;
-      if (format >= layers.kernels_.size() || offset + layers.kernels_[format].last_byte > layers.arena_bytes_)
-        throw std::out_of_range("the handle of expert " + std::to_string(expert) + " points nowhere");
+      const Tiles version = find_version(word);
+      if (!version.base) throw std::out_of_range("the handle of expert " + std::to_string(expert) + " points nowhere");
       for (; first < end; first += most)
-        segments.push_back({expert, first, std::min(most, end - first), static_cast<int>(format),
-                            layers.arena_ + offset});
+        segments.push_back({expert, first, std::min(most, end - first), static_cast<int>(format), version});
     }
+  }
+
+  // Where the version behind a handle word (core.py) lies; null where it points out of the arena or the format table.
+  Tiles find_version(std::uint64_t word) const {
+    if (word >> 56 >= layers.kernels_.size()) return {nullptr};
+    const Kernel& kernel = layers.kernels_[word >> 56];
+    const std::size_t first = static_cast<std::size_t>(word >> 28 & kBlockMask) << kBlockShift;
+    const std::size_t second = static_cast<std::size_t>(word & kBlockMask) << kBlockShift;
+    const bool nested = kernel.base.last_byte > 0;
+    if (first + (nested ? kernel.base : kernel.own).last_byte > layers.arena_bytes_) return {nullptr};
+    if (!nested) return {layers.arena_ + first};
+    if (second + kernel.own.last_byte > layers.arena_bytes_) return {nullptr};
+    return {layers.arena_ + first, layers.arena_ + second};
+  }
+
+  // Tiles of section `which` from row `first` on.
+  Tiles tiles_at(const Segment& segment, int which, int first) const {
+    const Kernel& kernel = layers.kernels_[segment.kernel];
+    const VersionFormat& format = layers.formats_[segment.kernel];
+    const auto skip = [&](const Part& part, const std::array<std::size_t, 3>& sections) {
+      return sections[which] + (which == 2 ? part.down_tile : part.gate_tile) * (first / kTileRows);
+    };
+    if (!segment.version.rest) return {segment.version.base + skip(kernel.own, format.sections)};
+    return {segment.version.base + skip(kernel.base, format.base_sections),
+            segment.version.rest + skip(kernel.own, format.sections)};
   }
 
   int most_pairs() const {
@@ -148,8 +176,7 @@ struct ExpertLayers::Run {
   // Rows [first, first + rows) of gate and up for a segment, through the activation, into its inner rows.
   void compute_inner(const Segment& segment, int inner_first, int first, int rows) {
     const Kernel& kernel = layers.kernels_[segment.kernel];
-    const auto& sections = layers.formats_[segment.kernel].sections;
-    const std::size_t skip = static_cast<std::size_t>(first / kTileRows) * kernel.gate_tile;
+    const Tiles gate_tiles = tiles_at(segment, 0, first), up_tiles = tiles_at(segment, 1, first);
     alignas(kAlignment) float gate[kRowFloats], up[kRowFloats];
     Row block[kBlockTokens];
     for (int start = 0; start < segment.count; start += kBlockTokens) {
@@ -159,8 +186,8 @@ struct ExpertLayers::Run {
         block[i] = kernel.hidden_rows.at(hidden_rows[segment.kernel], token);
       }
       const int tiles = rows / kTileRows;
-      kernel.multiply(segment.version + sections[0] + skip, tiles, layers.hidden_, block, count, gate, rows);
-      kernel.multiply(segment.version + sections[1] + skip, tiles, layers.hidden_, block, count, up, rows);
+      kernel.multiply(gate_tiles, tiles, layers.hidden_, block, count, gate, rows);
+      kernel.multiply(up_tiles, tiles, layers.hidden_, block, count, up, rows);
       add_gate_bias(segment.expert, first, rows, count, gate, up);
       layers.tiles_.apply_gate(call.gate->function, gate, up, count * rows);
       for (int i = 0; i < count; ++i)
@@ -188,8 +215,7 @@ struct ExpertLayers::Run {
     const std::size_t width = layers.hidden_;
     for (const Segment* segment = begin; segment != end; ++segment) {
       const Kernel& kernel = layers.kernels_[segment->kernel];
-      const std::uint8_t* down = segment->version + layers.formats_[segment->kernel].sections[2] +
-                                 static_cast<std::size_t>(first / kTileRows) * kernel.down_tile;
+      const Tiles down = tiles_at(*segment, 2, first);
       for (int start = 0; start < segment->count; start += kBlockTokens) {
         const int count = std::min(kBlockTokens, segment->count - start);
         const std::size_t at = segment->first + start - begin->first;

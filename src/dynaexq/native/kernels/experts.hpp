@@ -10,10 +10,12 @@
 
 namespace dynaexq {
 
-// A format of the handle words' table, and where its sections begin in a version (formats/layout.py).
+// A format of the handle words' table, and where its sections begin in a version (formats/layout.py); of a nested
+// format, also where those of its base begin.
 struct VersionFormat {
   WeightFormat weights;
   std::array<std::size_t, 3> sections;  // gate, up, down
+  std::array<std::size_t, 3> base_sections = {};
 };
 
 struct LayerGate {
@@ -46,11 +48,15 @@ class ExpertLayers {
   void forward(const LayerCall& call, int threads) const;
 
  private:
+  struct Part {  // of a version: bytes of a tile, and of all of it
+    std::size_t gate_tile, down_tile, last_byte;
+  };
   struct Kernel {
     RowLayout hidden_rows, inner_rows;
     Multiply multiply;
-    std::size_t gate_tile, down_tile, last_byte;
+    Part own, base;  // a version that stands alone has no base
   };
+  Part measure(WeightFormat format, std::size_t down) const;
   struct Run;
 
   const std::uint8_t* arena_;

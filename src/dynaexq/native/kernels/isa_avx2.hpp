@@ -58,6 +58,11 @@ struct Avx2 {
     const __m256i shifted = p ? _mm256_srli_epi16(packed, p * BITS) : packed;
     return _mm256_and_si256(shifted, _mm256_set1_epi8((1 << BITS) - 1));
   }
+  template <int BITS>
+  static B raise(B small) {  // bytes times 2^BITS, which no byte outgrows
+    return _mm256_slli_epi16(small, BITS);
+  }
+  static B plus(B a, B b) { return _mm256_add_epi8(a, b); }
   static B broadcast4(const std::int8_t* x) {
     std::int32_t four;
     std::memcpy(&four, x, 4);
@@ -75,6 +80,11 @@ struct Avx2 {
   static W load_wide(const std::uint8_t* x) {
     const auto* halves = reinterpret_cast<const __m128i*>(x);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)), _mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+  }
+  static W spread(B codes) {  // less 128
+    const __m256i centred = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+    return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(centred)),
+            _mm256_cvtepi8_epi16(_mm256_extracti128_si256(centred, 1))};
   }
   static W dot_wide(W sums, W codes, const std::int16_t* values) {
     long long four;
@@ -118,12 +128,14 @@ struct Avx2 {
   }
   static std::int32_t round_int16(const float* x, int count, float inverse, std::int16_t* out) {
     const F factor = broadcast(inverse);
+    __m256i total = _mm256_setzero_si256();
     for (int i = 0; i < count; i += 8) {
       const __m256i whole = round_lanes(x + i, factor, inverse);
+      total = _mm256_add_epi32(total, whole);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
                        _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
     }
-    return 0;
+    return sum_lanes(total);
   }
 
  private:

@@ -24,7 +24,7 @@ PackedLinear::PackedLinear(const std::uint8_t* weights, std::size_t nbytes, Weig
       layout_(precision_for(format, exact), columns, format),
       multiply_(tiles.multiply(format, precision_for(format, exact))),
       tiles_(tiles) {
-  if (!multiply_ || rows < 1 || columns < 1 || columns % std::max(format.group, 1))
+  if (!multiply_ || format.base_bits || rows < 1 || columns < 1 || columns % std::max(format.group, 1))
     throw std::invalid_argument("no kernel for " + std::to_string(format.bits) + " bits in groups of " +
                                 std::to_string(format.group) + " of a matrix [" + std::to_string(rows) + ", " +
                                 std::to_string(columns) + "]");
@@ -103,7 +103,7 @@ void PackedLinear::compute(const Rounded& rounded, const Use& use, int first, in
   for (int from = 0; from < rounded.count; from += kBlockTokens) {
     const int here = std::min(kBlockTokens, rounded.count - from);
     for (int i = 0; i < here; ++i) block[i] = layout_.at(rounded.rows, from + i);
-    multiply_(weights_ + first / kTileRows * tile_, padded / kTileRows, columns_, block, here, result, padded);
+    multiply_({weights_ + first / kTileRows * tile_}, padded / kTileRows, columns_, block, here, result, padded);
     for (int i = 0; i < here; ++i) {
       float* row = result + i * padded;
       for (int j = 0; use.bias && j < wanted; ++j) row[j] += use.bias[first + j];

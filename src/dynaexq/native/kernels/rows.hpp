@@ -15,7 +15,7 @@ constexpr std::size_t align_floats(std::size_t count) { return align(count * siz
 // The precision in which activations meet weights of a format: 8-bit weights are too good for 8-bit activations.
 constexpr Precision precision_for(WeightFormat format, bool exact) {
   if (exact || format.bits == 16) return Precision::Float;
-  return format.bits == 8 ? Precision::Int16 : Precision::Int8;
+  return format.whole_bits() == 8 ? Precision::Int16 : Precision::Int8;
 }
 
 // Where the parts of a row for weights of a format lie: values, then scales, then sums, each aligned.

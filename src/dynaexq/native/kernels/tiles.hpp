@@ -12,35 +12,47 @@ constexpr int kBlockTokens = 64; // tokens that one call of a multiply takes at 
 enum class Precision : std::uint8_t { Float, Int8, Int16 };
 
 // One row of activations. `scale` has one value an activation group (Int8, Int16); `sum` the sum of the restored
-// values of each of the weights' groups, for their offsets (Int8, and Float against quantised weights).
+// values of each of the weights' groups, for their offsets.
 struct Row {
   const void* values;
   const float* scale;
   const float* sum;
 };
 
-// Number format of packed weights: bits 1, 2, 4 (scale and offset), 8 (scale alone), 16 (bfloat16, group 0).
+// Number format of packed weights: bits 1, 2, 3, 4 (scale and offset), 8 (scale alone), 16 (bfloat16, group 0). A nested
+// format has base_bits, of the version it refines, and `bits` more in tiles without scale and offset: 2 + 2 or 4 + 4.
 struct WeightFormat {
   int bits;
   int group;
+  int base_bits = 0;
+
+  constexpr int whole_bits() const { return base_bits + bits; }
+  constexpr WeightFormat base() const { return {base_bits, group}; }
 };
 
 // Activations that share a scale. Against 4-bit weights 32: with as many as the weights' group, rounding would cost a
-// tenth of what such weights lose (`benchmarks/rounding`).
+// tenth of what such weights lose (`benchmarks/rounding`). Against 3-bit weights 64: 16-bit sums hold no more.
 constexpr int activation_group(WeightFormat format) {
-  return format.bits == 4 && format.group > 32 ? 32 : format.group;
+  const int most = format.whole_bits() == 4 ? 32 : format.whole_bits() == 3 ? 64 : format.group;
+  return format.group < most ? format.group : most;
 }
 
-// Bytes of one 8-row tile of `columns` inputs.
+// Bytes of one 8-row tile of `columns` inputs; of a nested format, of what it adds to its base's.
 constexpr std::size_t tile_bytes(WeightFormat format, int columns) {
   if (format.bits == 16) return static_cast<std::size_t>(columns) * 16;
-  const std::size_t meta = format.bits == 8 ? 16 : 32;
+  const std::size_t meta = format.base_bits ? 0 : format.bits == 8 ? 16 : 32;
   return static_cast<std::size_t>(columns / format.group) * (format.group * format.bits + meta);
 }
 
-// out[token * stride + row] = sum over columns of weight[row, column] * token's value, for `tiles` tiles from
-// `weights` and `count` tokens (1..kBlockTokens). A token's result does not depend on the other tokens.
-using Multiply = void (*)(const std::uint8_t* weights, int tiles, int columns, const Row* rows, int count, float* out,
+// Where tiles begin: those of the version itself, or of the base and of the format nested in it.
+struct Tiles {
+  const std::uint8_t* base;
+  const std::uint8_t* rest = nullptr;
+};
+
+// out[token * stride + row] = sum over columns of weight[row, column] * token's value, for `count` tiles from
+// `tiles` and `tokens` rows (1..kBlockTokens). A token's result does not depend on the other tokens.
+using Multiply = void (*)(Tiles tiles, int count, int columns, const Row* rows, int tokens, float* out,
                           std::ptrdiff_t stride);
 
 // Gate functions between the projections of an expert.
@@ -79,7 +91,7 @@ struct TileSet {
   // The multiply for a format and a precision of activations; null where there is none.
   Multiply (*multiply)(WeightFormat format, Precision precision);
   // Rounds `columns` floats for weights of a format. An activation group with a value that is not finite gets scale
-  // and sum NaN; one whose largest magnitude is below 1e-30 becomes zeros. `sum` is written for Int8 alone.
+  // and sum NaN; one whose largest magnitude is below 1e-30 becomes zeros.
   void (*quantize)(const float* x, int columns, WeightFormat format, Precision precision, void* values, float* scale,
                    float* sum);
   // Group sums of float activations.

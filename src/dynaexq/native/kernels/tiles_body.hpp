@@ -11,16 +11,87 @@ namespace {
 constexpr int kPrefetchBytes = 2048;
 constexpr float kTiny = 1e-30f;
 
+// Bytes of a group of 8 rows: in the version's own or its base's tiles, and of what a nested format adds.
 template <int BITS, int GROUP>
 constexpr int group_bytes() {
   return GROUP * BITS + (BITS == 8 ? 16 : 32);
 }
-
-template <class A, int BITS, int GROUP, int TOKENS>
-inline void prefetch_group(const std::uint8_t* weights) {
-  if constexpr (TOKENS <= 4)
-    for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(weights + kPrefetchBytes + at, 0, 0);
+template <int BITS, int GROUP, int REST, int TOKENS>
+inline void prefetch_group(Tiles tiles) {
+  if constexpr (TOKENS <= 4) {
+    for (int at = 0; at < group_bytes<BITS, GROUP>(); at += 64) __builtin_prefetch(tiles.base + kPrefetchBytes + at, 0, 0);
+    for (int at = 0; at < GROUP * REST; at += 64) __builtin_prefetch(tiles.rest + kPrefetchBytes + at, 0, 0);
+  }
 }
+
+template <int BITS, int GROUP, int REST>
+inline void next_group(Tiles& tiles) {
+  tiles.base += group_bytes<BITS, GROUP>();
+  tiles.rest += GROUP * REST;
+}
+
+// Codes of a group, vector by vector: kPlanes planes of 8 rows x 4 inputs each, unsigned bytes. Codes of 3 bits are
+// two vectors, lower and upper bits; nested ones have their lower bits in the other tiles.
+template <class A, int BITS, int GROUP, int REST>
+struct CodeVectors {
+  static constexpr int kPlanes = BITS == 3 ? 4 : 8 / BITS, kInputs = 4 * kPlanes;
+  static constexpr int kShift = REST / 2;  // formats/nested.py
+
+  static void load(Tiles group, int vector, typename A::B* plane) {
+    const typename A::B packed = A::load_bytes(group.base + vector * 32);
+    if constexpr (BITS == 3) {
+      const typename A::B upper = A::load_bytes(group.base + GROUP * 2 + vector / 2 * 32);
+#pragma GCC unroll 8
+      for (int p = 0; p < kPlanes; ++p) {
+        const typename A::B bit =
+            vector % 2 ? A::template plane<1>(upper, kPlanes + p) : A::template plane<1>(upper, p);
+        plane[p] = A::plus(A::template plane<2>(packed, p), A::template raise<2>(bit));
+      }
+    } else if constexpr (REST) {
+      static_assert(REST == BITS);
+      const typename A::B rest = A::load_bytes(group.rest + vector * 32);
+#pragma GCC unroll 8
+      for (int p = 0; p < kPlanes; ++p)
+        plane[p] = A::plus(A::template raise<kShift>(A::template plane<BITS>(packed, p)), A::template plane<REST>(rest, p));
+    } else {
+#pragma GCC unroll 8
+      for (int p = 0; p < kPlanes; ++p) plane[p] = A::template plane<BITS>(packed, p);
+    }
+  }
+
+  // The same for floats: input 4 * (j % kPlanes) + j / kPlanes of a vector.
+  struct Lanes {
+    decltype(A::load_lanes(nullptr)) packed, more;
+  };
+  static Lanes load_lanes(Tiles group, int vector) {
+    const auto packed = A::load_lanes(group.base + vector * 32);
+    if constexpr (BITS == 3) return {packed, A::load_lanes(group.base + GROUP * 2 + vector / 2 * 32)};
+    if constexpr (REST > 0) return {packed, A::load_lanes(group.rest + vector * 32)};
+    return {packed, packed};
+  }
+  static typename A::F code(const Lanes& lanes, int vector, int j) {
+    if constexpr (BITS == 3)
+      return A::fma(A::template code<1>(lanes.more, j / kPlanes * 8 + vector % 2 * kPlanes + j % kPlanes),
+                    A::broadcast(4.0f), A::template code<2>(lanes.packed, j));
+    else if constexpr (REST > 0)
+      return A::fma(A::template code<BITS>(lanes.packed, j), A::broadcast(static_cast<float>(1 << kShift)),
+                    A::template code<REST>(lanes.more, j));
+    else
+      return A::template code<BITS>(lanes.packed, j);
+  }
+
+  // Scale and offset of a group, for codes from which `shift` was taken.
+  static typename A::F scale(Tiles group) {
+    const typename A::F stored = A::load_half(group.base + GROUP * BITS);
+    if constexpr (REST == 0) return stored;
+    return A::mul(stored, A::broadcast(1.0f / (1 << kShift)));
+  }
+  static typename A::F offset(Tiles group, typename A::F scale, float shift = 0) {
+    const typename A::F stored = A::load_half(group.base + GROUP * BITS + 16);
+    if constexpr (REST == 0) return stored;
+    return A::fma(scale, A::broadcast(shift - ((1 << REST) - 1) / 2.0f), stored);
+  }
+};
 
 // Adds weight scale * activation scale * dot to each token's accumulator.
 template <class A, int TOKENS>
@@ -60,33 +131,33 @@ inline typename A::P add_planes(typename A::P sums, const typename A::B* plane, 
 }
 
 // One tile against Int8 activations: unsigned codes times signed bytes, exact in integers within an activation group.
-template <class A, int BITS, int GROUP, int TOKENS>
-inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
-  constexpr int kShared = activation_group({BITS, GROUP}), kParts = GROUP / kShared;
-  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes, kVectors = kShared / kInputs;
+template <class A, int BITS, int GROUP, int REST, int TOKENS>
+inline void tile_int8(Tiles tiles, int columns, const Row* rows, typename A::F* acc) {
+  using C = CodeVectors<A, BITS, GROUP, REST>;
+  constexpr int kShared = activation_group(REST ? WeightFormat{REST, GROUP, BITS} : WeightFormat{BITS, GROUP});
+  constexpr int kParts = GROUP / kShared, kVectors = kShared / C::kInputs;
   // 16-bit partial sums hold so many products before they must be widened
-  constexpr int kSafe = A::kNarrowPartials ? 32767 / (2 * 127 * ((1 << BITS) - 1)) / kPlanes : kVectors;
+  constexpr int kSafe =
+      A::kNarrowPartials ? 32767 / (2 * 127 * ((1 << (BITS + REST)) - 1)) / C::kPlanes : kVectors;
   static_assert(kVectors >= 1 && kVectors <= kSafe);
   for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
   const int groups = columns / GROUP;
-  for (int g = 0; g < groups; ++g, weights += group_bytes<BITS, GROUP>()) {
-    prefetch_group<A, BITS, GROUP, TOKENS>(weights);
-    const typename A::F scale = A::load_half(weights + GROUP * BITS);
+  for (int g = 0; g < groups; ++g, next_group<BITS, GROUP, REST>(tiles)) {
+    prefetch_group<BITS, GROUP, REST, TOKENS>(tiles);
+    const typename A::F scale = C::scale(tiles);
     for (int part = 0; part < kParts; ++part) {
       typename A::P partial[TOKENS];
       for (int t = 0; t < TOKENS; ++t) partial[t] = A::zero_partial();
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
         const int vector = part * kVectors + v;
-        const typename A::B packed = A::load_bytes(weights + vector * 32);
-        typename A::B plane[kPlanes];
-#pragma GCC unroll 8
-        for (int p = 0; p < kPlanes; ++p) plane[p] = A::template plane<BITS>(packed, p);
-        const int k = g * GROUP + vector * kInputs;
+        typename A::B plane[C::kPlanes];
+        C::load(tiles, vector, plane);
+        const int k = g * GROUP + vector * C::kInputs;
 #pragma GCC unroll 8
         for (int t = 0; t < TOKENS; ++t) {
           const auto* values = static_cast<const std::int8_t*>(rows[t].values) + k;
-          partial[t] = add_planes<A, kPlanes>(partial[t], plane, values);
+          partial[t] = add_planes<A, C::kPlanes>(partial[t], plane, values);
           A::keep(partial[t]);
         }
       }
@@ -95,54 +166,66 @@ inline void tile_int8(const std::uint8_t* weights, int columns, const Row* rows,
       for (int t = 0; t < TOKENS; ++t) dots[t] = A::widen(partial[t]);
       add_dots<A, TOKENS>(acc, dots, scale, rows, g * kParts + part);
     }
-    add_offset<A, TOKENS>(acc, A::load_half(weights + GROUP * BITS + 16), rows, g);
+    add_offset<A, TOKENS>(acc, C::offset(tiles, scale), rows, g);
   }
 }
 
-// One tile of signed 8-bit weights against Int16 activations, exact in integers within a group.
-template <class A, int GROUP, int TOKENS>
-inline void tile_int16(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
+// One tile of 8-bit weights against Int16 activations, exact in integers within a group: signed codes with a scale, or
+// nested ones, from which half of their range is taken to make them signed.
+template <class A, int BITS, int GROUP, int REST, int TOKENS>
+inline void tile_int16(Tiles tiles, int columns, const Row* rows, typename A::F* acc) {
+  using C = CodeVectors<A, BITS, GROUP, REST>;
   for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
   const int groups = columns / GROUP;
-  for (int g = 0; g < groups; ++g, weights += group_bytes<8, GROUP>()) {
-    prefetch_group<A, 8, GROUP, TOKENS>(weights);
+  for (int g = 0; g < groups; ++g, next_group<BITS, GROUP, REST>(tiles)) {
+    prefetch_group<BITS, GROUP, REST, TOKENS>(tiles);
     typename A::W wide[TOKENS];
     for (int t = 0; t < TOKENS; ++t) wide[t] = A::zero_wide();
 #pragma GCC unroll 4
-    for (int v = 0; v < GROUP / 4; ++v) {
-      const auto codes = A::load_wide(weights + v * 32);
-      const int k = g * GROUP + v * 4;
+    for (int v = 0; v < GROUP / C::kInputs; ++v) {
+      typename A::B plane[C::kPlanes];
+      if constexpr (REST > 0) C::load(tiles, v, plane);
+#pragma GCC unroll 2
+      for (int p = 0; p < C::kPlanes; ++p) {
+        const auto codes = [&] {
+          if constexpr (REST > 0) return A::spread(plane[p]);
+          else return A::load_wide(tiles.base + v * 32);
+        }();
+        const int k = g * GROUP + v * C::kInputs + 4 * p;
 #pragma GCC unroll 8
-      for (int t = 0; t < TOKENS; ++t) {
-        const auto* values = static_cast<const std::int16_t*>(rows[t].values) + k;
-        wide[t] = A::dot_wide(wide[t], codes, values);
-        A::keep_wide(wide[t]);
+        for (int t = 0; t < TOKENS; ++t) {
+          const auto* values = static_cast<const std::int16_t*>(rows[t].values) + k;
+          wide[t] = A::dot_wide(wide[t], codes, values);
+          A::keep_wide(wide[t]);
+        }
       }
     }
     typename A::I dots[TOKENS];
 #pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t) dots[t] = A::fold(wide[t]);
-    add_dots<A, TOKENS>(acc, dots, A::load_half(weights + GROUP * 8), rows, g);
+    const typename A::F scale = C::scale(tiles);
+    add_dots<A, TOKENS>(acc, dots, scale, rows, g);
+    if constexpr (REST > 0) add_offset<A, TOKENS>(acc, C::offset(tiles, scale, 128), rows, g);
   }
 }
 
 // One tile of codes against float activations: two chains of sums, even and odd inputs of a vector.
-template <class A, int BITS, int GROUP, int TOKENS>
-inline void tile_float(const std::uint8_t* weights, int columns, const Row* rows, typename A::F* acc) {
-  constexpr int kPlanes = 8 / BITS, kInputs = 4 * kPlanes;
+template <class A, int BITS, int GROUP, int REST, int TOKENS>
+inline void tile_float(Tiles tiles, int columns, const Row* rows, typename A::F* acc) {
+  using C = CodeVectors<A, BITS, GROUP, REST>;
   for (int t = 0; t < TOKENS; ++t) acc[t] = A::zero();
   const int groups = columns / GROUP;
-  for (int g = 0; g < groups; ++g, weights += group_bytes<BITS, GROUP>()) {
-    prefetch_group<A, BITS, GROUP, TOKENS>(weights);
+  for (int g = 0; g < groups; ++g, next_group<BITS, GROUP, REST>(tiles)) {
+    prefetch_group<BITS, GROUP, REST, TOKENS>(tiles);
     typename A::F even[TOKENS], odd[TOKENS];
     for (int t = 0; t < TOKENS; ++t) even[t] = odd[t] = A::zero();
-    for (int v = 0; v < GROUP / kInputs; ++v) {
-      const auto packed = A::load_lanes(weights + v * 32);
-      const int k = g * GROUP + v * kInputs;
+    for (int v = 0; v < GROUP / C::kInputs; ++v) {
+      const auto lanes = C::load_lanes(tiles, v);
+      const int k = g * GROUP + v * C::kInputs;
 #pragma GCC unroll 32
-      for (int j = 0; j < kInputs; ++j) {
-        const typename A::F code = A::template code<BITS>(packed, j);
-        const int input = k + 4 * (j % kPlanes) + j / kPlanes;
+      for (int j = 0; j < C::kInputs; ++j) {
+        const typename A::F code = C::code(lanes, v, j);
+        const int input = k + 4 * (j % C::kPlanes) + j / C::kPlanes;
 #pragma GCC unroll 8
         for (int t = 0; t < TOKENS; ++t) {
           typename A::F& chain = (j & 1) ? odd[t] : even[t];
@@ -150,10 +233,9 @@ inline void tile_float(const std::uint8_t* weights, int columns, const Row* rows
         }
       }
     }
-    const std::uint8_t* meta = weights + GROUP * BITS;
-    const typename A::F scale = A::load_half(meta);
+    const typename A::F scale = C::scale(tiles);
     for (int t = 0; t < TOKENS; ++t) acc[t] = A::fma(A::addf(even[t], odd[t]), scale, acc[t]);
-    if constexpr (BITS < 8) add_offset<A, TOKENS>(acc, A::load_half(meta + 16), rows, g);
+    if constexpr (BITS < 8) add_offset<A, TOKENS>(acc, C::offset(tiles, scale), rows, g);
   }
 }
 
@@ -180,64 +262,69 @@ inline void tile_bf16(const std::uint8_t* weights, int columns, const Row* rows,
   }
 }
 
-template <class A, int BITS, int GROUP, Precision P, int TOKENS>
-inline void tile(const std::uint8_t* weights, int columns, const Row* rows, float* out, std::ptrdiff_t stride) {
+template <class A, int BITS, int GROUP, int REST, Precision P, int TOKENS>
+inline void tile(Tiles tiles, int columns, const Row* rows, float* out, std::ptrdiff_t stride) {
   typename A::F acc[TOKENS];
   if constexpr (BITS == 16)
-    tile_bf16<A, TOKENS>(weights, columns, rows, acc);
+    tile_bf16<A, TOKENS>(tiles.base, columns, rows, acc);
   else if constexpr (P == Precision::Float)
-    tile_float<A, BITS, GROUP, TOKENS>(weights, columns, rows, acc);
+    tile_float<A, BITS, GROUP, REST, TOKENS>(tiles, columns, rows, acc);
   else if constexpr (P == Precision::Int16)
-    tile_int16<A, GROUP, TOKENS>(weights, columns, rows, acc);
+    tile_int16<A, BITS, GROUP, REST, TOKENS>(tiles, columns, rows, acc);
   else
-    tile_int8<A, BITS, GROUP, TOKENS>(weights, columns, rows, acc);
+    tile_int8<A, BITS, GROUP, REST, TOKENS>(tiles, columns, rows, acc);
   for (int t = 0; t < TOKENS; ++t) A::store(out + t * stride, acc[t]);
 }
 
-template <class A, int BITS, int GROUP, Precision P>
-void multiply(const std::uint8_t* weights, int tiles, int columns, const Row* rows, int count, float* out,
-              std::ptrdiff_t stride) {
+template <class A, int BITS, int GROUP, int REST, Precision P>
+void multiply(Tiles tiles, int count, int columns, const Row* rows, int tokens, float* out, std::ptrdiff_t stride) {
   constexpr int kTokens = P == Precision::Int8 ? A::kTokensInt8 : A::kTokensOther;
-  const std::size_t step = tile_bytes({BITS, GROUP}, columns);
-  for (int r = 0; r < tiles; ++r, weights += step, out += kTileRows) {
+  const std::size_t step = tile_bytes({BITS, GROUP}, columns), rest = REST ? tile_bytes({REST, GROUP, BITS}, columns) : 0;
+  for (int r = 0; r < count; ++r, tiles.base += step, tiles.rest += rest, out += kTileRows) {
     int t = 0;
-    for (; t + kTokens <= count; t += kTokens)
-      tile<A, BITS, GROUP, P, kTokens>(weights, columns, rows + t, out + t * stride, stride);
+    for (; t + kTokens <= tokens; t += kTokens)
+      tile<A, BITS, GROUP, REST, P, kTokens>(tiles, columns, rows + t, out + t * stride, stride);
     if constexpr (kTokens > 4)
-      if (count - t >= 4) {
-        tile<A, BITS, GROUP, P, 4>(weights, columns, rows + t, out + t * stride, stride);
+      if (tokens - t >= 4) {
+        tile<A, BITS, GROUP, REST, P, 4>(tiles, columns, rows + t, out + t * stride, stride);
         t += 4;
       }
     if constexpr (kTokens > 2)
-      if (count - t >= 2) {
-        tile<A, BITS, GROUP, P, 2>(weights, columns, rows + t, out + t * stride, stride);
+      if (tokens - t >= 2) {
+        tile<A, BITS, GROUP, REST, P, 2>(tiles, columns, rows + t, out + t * stride, stride);
         t += 2;
       }
     if constexpr (kTokens > 1)
-      if (count > t) tile<A, BITS, GROUP, P, 1>(weights, columns, rows + t, out + t * stride, stride);
+      if (tokens > t) tile<A, BITS, GROUP, REST, P, 1>(tiles, columns, rows + t, out + t * stride, stride);
   }
 }
 
+template <class A, int BITS, int GROUP, int REST = 0>
+Multiply pick_precision(Precision precision) {
+  constexpr Precision kRounded = BITS + REST == 8 ? Precision::Int16 : Precision::Int8;
+  if (precision == Precision::Float) return multiply<A, BITS, GROUP, REST, Precision::Float>;
+  return precision == kRounded ? multiply<A, BITS, GROUP, REST, kRounded> : nullptr;
+}
+
 template <class A, int GROUP>
-Multiply pick_multiply(int bits, Precision precision) {
-  const bool whole = precision == Precision::Float;
-  if (bits == 8)
-    return whole                           ? multiply<A, 8, GROUP, Precision::Float>
-           : precision == Precision::Int16 ? multiply<A, 8, GROUP, Precision::Int16>
-                                           : nullptr;
-  if (precision == Precision::Int16) return nullptr;
-  if (bits == 4) return whole ? multiply<A, 4, GROUP, Precision::Float> : multiply<A, 4, GROUP, Precision::Int8>;
-  if (bits == 2) return whole ? multiply<A, 2, GROUP, Precision::Float> : multiply<A, 2, GROUP, Precision::Int8>;
-  if (bits == 1) return whole ? multiply<A, 1, GROUP, Precision::Float> : multiply<A, 1, GROUP, Precision::Int8>;
+Multiply pick_multiply(WeightFormat format, Precision precision) {
+  if (format.base_bits == 2 && format.bits == 2) return pick_precision<A, 2, GROUP, 2>(precision);
+  if (format.base_bits == 4 && format.bits == 4) return pick_precision<A, 4, GROUP, 4>(precision);
+  if (format.base_bits) return nullptr;
+  if (format.bits == 8) return pick_precision<A, 8, GROUP>(precision);
+  if (format.bits == 4) return pick_precision<A, 4, GROUP>(precision);
+  if (format.bits == 3) return pick_precision<A, 3, GROUP>(precision);
+  if (format.bits == 2) return pick_precision<A, 2, GROUP>(precision);
+  if (format.bits == 1) return pick_precision<A, 1, GROUP>(precision);
   return nullptr;
 }
 
 template <class A>
 Multiply find_multiply(WeightFormat format, Precision precision) {
-  if (format.bits == 16) return precision == Precision::Float ? multiply<A, 16, 0, Precision::Float> : nullptr;
-  if (format.group == 32) return pick_multiply<A, 32>(format.bits, precision);
-  if (format.group == 64) return pick_multiply<A, 64>(format.bits, precision);
-  if (format.group == 128) return pick_multiply<A, 128>(format.bits, precision);
+  if (format.bits == 16) return precision == Precision::Float ? multiply<A, 16, 0, 0, Precision::Float> : nullptr;
+  if (format.group == 32) return pick_multiply<A, 32>(format, precision);
+  if (format.group == 64) return pick_multiply<A, 64>(format, precision);
+  if (format.group == 128) return pick_multiply<A, 128>(format, precision);
   return nullptr;
 }
 
@@ -257,10 +344,8 @@ void quantize(const float* x, int columns, WeightFormat format, Precision precis
     else
       total = A::round_int16(x, shared, inverse, static_cast<std::int16_t*>(values) + g * shared);
     scale[g] = poisoned ? nan : inverse == 0.0f ? 0.0f : largest / steps;
-    if (precision == Precision::Int8) {
-      float& whole = sum[g / parts];
-      whole = (g % parts ? whole : 0.0f) + (poisoned ? nan : scale[g] * static_cast<float>(total));
-    }
+    float& whole = sum[g / parts];
+    whole = (g % parts ? whole : 0.0f) + (poisoned ? nan : scale[g] * static_cast<float>(total));
   }
 }
 

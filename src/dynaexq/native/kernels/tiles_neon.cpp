@@ -71,6 +71,11 @@ struct Neon {
     const int8x16_t right = vdupq_n_s8(static_cast<std::int8_t>(-p * BITS));
     return {{vandq_u8(vshlq_u8(packed.val[0], right), mask), vandq_u8(vshlq_u8(packed.val[1], right), mask)}};
   }
+  template <int BITS>
+  static B raise(B small) {
+    return {{vshlq_n_u8(small.val[0], BITS), vshlq_n_u8(small.val[1], BITS)}};
+  }
+  static B plus(B a, B b) { return {{vaddq_u8(a.val[0], b.val[0]), vaddq_u8(a.val[1], b.val[1])}}; }
   static int8x16_t broadcast4(const std::int8_t* x) {
     std::int32_t four;
     std::memcpy(&four, x, 4);
@@ -91,13 +96,11 @@ struct Neon {
     return result;
   }
   static Codes load_wide(const std::uint8_t* x) {
-    Codes result;
-    for (int pair = 0; pair < 4; ++pair) {
-      const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(x + 8 * pair)));
-      result.row[2 * pair] = vget_low_s16(wide);
-      result.row[2 * pair + 1] = vget_high_s16(wide);
-    }
-    return result;
+    return widen_bytes({{vreinterpretq_s8_u8(vld1q_u8(x)), vreinterpretq_s8_u8(vld1q_u8(x + 16))}});
+  }
+  static Codes spread(B codes) {  // less 128
+    const uint8x16_t half = vdupq_n_u8(128);
+    return widen_bytes({{vreinterpretq_s8_u8(veorq_u8(codes.val[0], half)), vreinterpretq_s8_u8(veorq_u8(codes.val[1], half))}});
   }
   static W dot_wide(W sums, const Codes& codes, const std::int16_t* values) {
     const int16x4_t x = vld1_s16(values);
@@ -147,11 +150,26 @@ struct Neon {
     return total;
   }
   static std::int32_t round_int16(const float* x, int count, float inverse, std::int16_t* out) {
-    for (int i = 0; i < count; i += 8) vst1q_s16(out + i, round_lanes(x + i, inverse));
-    return 0;
+    std::int32_t total = 0;
+    for (int i = 0; i < count; i += 8) {
+      const int16x8_t words = round_lanes(x + i, inverse);
+      total += vaddlvq_s16(words);
+      vst1q_s16(out + i, words);
+    }
+    return total;
   }
 
  private:
+  static Codes widen_bytes(int8x16x2_t bytes) {
+    Codes result;
+    for (int half = 0; half < 2; ++half)
+      for (int pair = 0; pair < 2; ++pair) {
+        const int16x8_t wide = vmovl_s8(pair ? vget_high_s8(bytes.val[half]) : vget_low_s8(bytes.val[half]));
+        result.row[4 * half + 2 * pair] = vget_low_s16(wide);
+        result.row[4 * half + 2 * pair + 1] = vget_high_s16(wide);
+      }
+    return result;
+  }
   static int16x8_t round_lanes(const float* x, float inverse) {
     if (inverse == 0.0f) return vdupq_n_s16(0);  // also where x is not finite
     return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x), inverse))),

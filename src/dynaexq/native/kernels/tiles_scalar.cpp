@@ -78,6 +78,17 @@ struct Scalar {
     for (int i = 0; i < 32; ++i) result.at[i] = packed.at[i] >> (p * BITS) & ((1 << BITS) - 1);
     return result;
   }
+  template <int BITS>
+  static B raise(const B& small) {
+    B result;
+    for (int i = 0; i < 32; ++i) result.at[i] = static_cast<std::uint8_t>(small.at[i] << BITS);
+    return result;
+  }
+  static B plus(const B& a, const B& b) {
+    B result;
+    for (int i = 0; i < 32; ++i) result.at[i] = static_cast<std::uint8_t>(a.at[i] + b.at[i]);
+    return result;
+  }
   static const std::int8_t* broadcast4(const std::int8_t* x) { return x; }
   static P zero_partial() { return each<std::int32_t>([](int) { return 0; }); }
   static P dot(P sums, const B& codes, const std::int8_t* values) {
@@ -90,6 +101,11 @@ struct Scalar {
 
   static W zero_wide() { return zero_partial(); }
   static B load_wide(const std::uint8_t* x) { return load_bytes(x); }
+  static B spread(const B& codes) {
+    B result;
+    for (int i = 0; i < 32; ++i) result.at[i] = codes.at[i] ^ 0x80;
+    return result;
+  }
   static W dot_wide(W sums, const B& codes, const std::int16_t* values) {
     for (int i = 0; i < 32; ++i) sums.at[i / 4] += static_cast<std::int8_t>(codes.at[i]) * values[i % 4];
     return sums;
@@ -124,8 +140,9 @@ struct Scalar {
     return total;
   }
   static std::int32_t round_int16(const float* x, int count, float inverse, std::int16_t* out) {
-    for (int i = 0; i < count; ++i) out[i] = static_cast<std::int16_t>(round_lane(x[i], inverse));
-    return 0;
+    std::int32_t total = 0;
+    for (int i = 0; i < count; ++i) total += out[i] = static_cast<std::int16_t>(round_lane(x[i], inverse));
+    return total;
   }
 
  private:

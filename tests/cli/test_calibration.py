@@ -1,0 +1,118 @@
+"""From texts to versions fitted to them: calibrate --inputs, prepare --calibration, and a run on nested tiers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dynaexq.cli.app import app
+from dynaexq.launch import EMBEDDED_MODEL
+from support.files import contents, flip_byte
+from support.tiny_models import write_checkpoint
+
+TIERS = "int2,int4,int4+4"
+GROUP = ("--group-size", "64")
+WIDTHS: dict[str, dict[str, int]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "olmoe": {"intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64},
+}
+
+
+def write_model(root: Path, family: str) -> Path:
+    """A tiny model with the embedded one's tokenizer."""
+    write_checkpoint(root, family, vocab_size=4096, **WIDTHS[family])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(EMBEDDED_MODEL / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a checkpoint `model`, a text, its `inputs`, and a `store` fitted to them."""
+    base = tmp_path_factory.mktemp("calibration")
+    write_model(base / "model", "qwen3_moe")
+    (base / "text.txt").write_text("A text that says a little of everything, again and again. " * 40)
+    run("calibrate", base / "model", "--text", base / "text.txt", "--window", "64", "--inputs", base / "inputs")
+    run("prepare", base / "model", "-o", base / "store", "--tiers", TIERS, *GROUP, "--calibration", base / "inputs")
+    return base
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refuse(code: int, words: str, *arguments: object) -> None:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_the_store_says_what_it_was_fitted_to(made: Path) -> None:
+    described = json.loads(run("inspect", made / "store", "--json", "-"))
+    assert described["calibrated_on"] == ["text.txt"]
+    assert described["quantizer"].startswith("calibrated-")
+    assert described["tiers"]["int4+4"]["bits_per_weight"] == 4
+
+
+def test_the_same_again_changes_nothing_and_damage_is_restored(made: Path) -> None:
+    finished = contents(made / "store")
+    command = ("prepare", made / "model", "-o", made / "store", "--tiers", TIERS, *GROUP)
+    run(*command, "--calibration", made / "inputs")
+    flip_byte(made / "store" / "experts" / "layer-0001.int4.safetensors", -1)
+    run(*command, "--calibration", made / "inputs")
+    assert contents(made / "store") == finished
+    refuse(2, "was prepared with --quantizer calibrated-", *command)
+
+
+def test_experts_move_between_a_version_and_what_is_nested_in_it(made: Path) -> None:
+    tiers = ("--mode", "dynaexq", "--high", "int4+4", "--low", "int4", "--expert-memory", "200K")
+    said = json.loads(
+        run("generate", made / "store", "--prompt", "A text", "--max-new-tokens", "40", *tiers, "--json", "-")
+    )
+    assert said["high"] == "int4+4" and said["experts_high"] > 0
+    assert said["waits"] == said["failed"] == 0
+    generate = ("generate", made / "store", "--prompt", "x")
+    refuse(2, "refines int4 versions while a model runs", *generate, "--mode", "static", "--tier", "int4+4")
+    refuse(2, "goes with the low tier int4", *generate, "--mode", "dynaexq", "--high", "int4+4", "--low", "int2")
+
+
+def test_refusals(made: Path, tmp_path: Path) -> None:
+    prepare = ("prepare", made / "model", "-o", tmp_path / "new", *GROUP)
+    calibrated = ("--calibration", made / "inputs")
+    refuse(2, "leave out --quantizer", *prepare, "--tiers", "int2", *calibrated, "--quantizer", "als")
+    refuse(2, "--calibration does nothing for int8, bf16", *prepare, "--tiers", "int8,bf16", *calibrated)
+    refuse(5, "holds no finished calibration", *prepare, "--tiers", "int2", "--calibration", tmp_path / "none")
+    write_model(tmp_path / "other", "olmoe")
+    refuse(
+        5,
+        "is the calibration of another model",
+        "prepare",
+        tmp_path / "other",
+        "-o",
+        tmp_path / "new",
+        "--tiers",
+        "int2",
+        *GROUP,
+        *calibrated,
+    )
+    text = ("calibrate", made / "model", "--text", made / "text.txt")
+    refuse(2, "holds a calibration; --force replaces it", *text, "--inputs", made / "inputs")
+    refuse(2, "give an --output, --inputs or both", *text)
+    assert not (tmp_path / "new").exists()
+
+
+def test_biases_of_experts_are_part_of_what_is_fitted(tmp_path: Path) -> None:
+    """gpt_oss: biases, a clamped gate, gate and up alternating."""
+    model, text = write_model(tmp_path / "model", "gpt_oss"), tmp_path / "text.txt"
+    text.write_text("A text that says a little of everything, again and again. " * 10)
+    run("calibrate", model, "--text", text, "--window", "64", "--inputs", tmp_path / "inputs")
+    run("prepare", model, "-o", tmp_path / "store", "--tiers", "int2", *GROUP, "--calibration", tmp_path / "inputs")
+    run("inspect", tmp_path / "store", "--verify")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_run, pin_threads, publish
-from dynaexq.formats import VersionLayout, tier_format
+from dynaexq.formats import tier_format
 from dynaexq.kernels.base import ACTIVATIONS
 from dynaexq.kernels.dense import PackedMatrix, packed_bytes
 from dynaexq.native import PackedLinear, instruction_sets, team_kind
@@ -40,7 +40,7 @@ from dynaexq.plan.ceilings import (
 from dynaexq.plan.memory import MIB
 from dynaexq.tuning import GIGABYTE
 
-TIERS = ("int1", "int2", "int4", "int8", "bf16")
+TIERS = ("int1", "int2", "int3", "int4", "int2+2", "int8", "int4+4", "bf16")
 GROUPS = (32, 64, 128)
 QUICK_TIERS = ("int2", "int4", "int8")
 WORK = Work()
@@ -69,12 +69,12 @@ def measure_formats(quick: bool, reading: Reading) -> list[dict[str, Any]]:
         for group in (64,) if quick or tier == "bf16" else GROUPS:
             fmt = tier_format(tier, group)
             experts = RandomExperts(fmt, EXPERT, ARENA_BYTES, WORK.prefill_experts)
-            layout = VersionLayout.of(fmt, EXPERT)
+            payload = sum(layout.payload_bytes for layout in experts.layouts)
             work = Work(rounds=QUICK_ROUNDS if quick else ROUNDS)
             for activations in ("int8",) if quick else ACTIVATIONS:
                 print(f"{tier}, groups of {group}, {activations} activations", file=sys.stderr)
                 speed = measure_experts(experts, activations, reading, TOP_K, work)
-                bits = layout.payload_bytes * 8 / EXPERT.weights
+                bits = payload * 8 / EXPERT.weights
                 size = {"bits_per_weight": bits, "experts": experts.shape.experts, "bytes": experts.expert_bytes}
                 rows.append({**size, **asdict(speed)})
             experts.close()

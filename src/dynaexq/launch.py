@@ -136,7 +136,7 @@ class Opened:
         high = options.high or self._nested_in(plan.tier, options) or (min(above, key=tier_rank) if above else None)
         tuning = options.make_tuning()
         layout, spare = ("replace", 0) if options.mode == "static-map" else (tuning.layout, tuning.spare)
-        layout = choose_layout(layout, (high, plan.tier)) if high else "replace"
+        layout = choose_layout(layout, (high, plan.tier), tuning.spare) if high else "replace"
         shape = self.skeleton.profile.shape
         paired = high and add_high(plan, shape, high, group_size, options.expert_memory, layout, spare)
         if paired:
@@ -193,7 +193,8 @@ class Opened:
             if self.store and options.tier not in available:
                 raise StoreError(
                     f"{self.root} has no tier {options.tier} (it has {', '.join(available)}); "
-                    f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {options.tier}`"
+                    f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {options.tier}"
+                    f"{self.store.manifest.calibration_option}`"
                 )
             return (options.tier,)
         for tier in (options.low, options.high):

@@ -164,7 +164,7 @@ def plan_for(
 ) -> PoolPlan:
     """Pools of (high, low) versions of `source` within `expert_memory` bytes. Raises OptionError, see choose_layout."""
     high, low = (VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes for tier in tiers)
-    return plan_pools(source.shape, high, low, expert_memory, choose_layout(layout, tiers), spare)
+    return plan_pools(source.shape, high, low, expert_memory, choose_layout(layout, tiers, spare), spare)
 
 
 def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertRuntime:

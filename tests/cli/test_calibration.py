@@ -69,7 +69,7 @@ def test_the_same_again_changes_nothing_and_damage_is_restored(made: Path) -> No
     flip_byte(made / "store" / "experts" / "layer-0001.int4.safetensors", -1)
     run(*command, "--calibration", made / "inputs")
     assert contents(made / "store") == finished
-    refuse(2, "was prepared with --quantizer calibrated-", *command)
+    refuse(2, "was prepared with --calibration by the inputs of text.txt (calibrated-", *command)
 
 
 def test_experts_move_between_a_version_and_what_is_nested_in_it(made: Path) -> None:
@@ -81,7 +81,15 @@ def test_experts_move_between_a_version_and_what_is_nested_in_it(made: Path) -> 
     assert said["waits"] == said["failed"] == 0
     generate = ("generate", made / "store", "--prompt", "x")
     refuse(2, "refines int4 versions while a model runs", *generate, "--mode", "static", "--tier", "int4+4")
+    spare = ("--expert-memory", "200K", "--tune", "spare=2")
+    refuse(2, "leave out spare", *generate, "--mode", "dynaexq", "--high", "int4+4", "--low", "int4", *spare)
     refuse(2, "goes with the low tier int4", *generate, "--mode", "dynaexq", "--high", "int4+4", "--low", "int2")
+
+
+@pytest.mark.parametrize("mode", ["auto", "full", "uniform"])
+def test_tiers_that_refine_others_are_no_choice_of_their_own(made: Path, mode: str) -> None:
+    options = ("--prompt", "A text", "--max-new-tokens", "4", "--mode", mode, "--json", "-")
+    assert json.loads(run("generate", made / "store", *options))["tier"] == "int4"
 
 
 def test_refusals(made: Path, tmp_path: Path) -> None:
@@ -89,7 +97,11 @@ def test_refusals(made: Path, tmp_path: Path) -> None:
     calibrated = ("--calibration", made / "inputs")
     refuse(2, "leave out --quantizer", *prepare, "--tiers", "int2", *calibrated, "--quantizer", "als")
     refuse(2, "--calibration does nothing for int8, bf16", *prepare, "--tiers", "int8,bf16", *calibrated)
-    refuse(5, "holds no finished calibration", *prepare, "--tiers", "int2", "--calibration", tmp_path / "none")
+    for wrong in (tmp_path / "none", made / "inputs" / "inputs.json"):
+        refuse(5, "no directory of a finished calibration", *prepare, "--tiers", "int2", "--calibration", wrong)
+    damaged = Path(shutil.copytree(made / "inputs", tmp_path / "damaged"))
+    flip_byte(damaged / "inputs-0001.safetensors", -1)
+    refuse(5, "inputs-0001.safetensors is damaged", *prepare, "--tiers", "int2", "--calibration", damaged)
     write_model(tmp_path / "other", "olmoe")
     refuse(
         5,
@@ -106,6 +118,7 @@ def test_refusals(made: Path, tmp_path: Path) -> None:
     text = ("calibrate", made / "model", "--text", made / "text.txt")
     refuse(2, "holds a calibration; --force replaces it", *text, "--inputs", made / "inputs")
     refuse(2, "give an --output, --inputs or both", *text)
+    refuse(2, "is in, the directory of --inputs", *text, "--inputs", tmp_path / "x", "-o", tmp_path / "x")
     assert not (tmp_path / "new").exists()
 
 

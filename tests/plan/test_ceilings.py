@@ -52,6 +52,18 @@ def test_every_expert_has_memory_of_its_own_and_weights_of_a_sane_size(tier: str
     experts.close()
 
 
+@pytest.mark.parametrize("tier", ["int2+2", "int4+4"])
+def test_nested_experts_bring_what_they_refine_along(tier: str) -> None:
+    experts = RandomExperts(tier_format(tier), SHAPE, 1, least=3)
+    handles = [decode_handle(int(word)) for word in experts.words]
+    offsets = [handle.offset for handle in handles] + [handle.residual for handle in handles]
+    assert len(set(offsets)) == 6
+    for handle in handles:
+        for matrix in experts.weights(handle):
+            assert float(matrix.std()) == pytest.approx(matrix.shape[1] ** -0.5, rel=0.4)
+    experts.close()
+
+
 def test_calls_reach_every_expert_and_none_too_soon() -> None:
     experts = RandomExperts(tier_format("int4"), SHAPE, 1, least=11)
     routed = torch.cat([call.ids.flatten() for call in one_token_calls(experts, 4)]).tolist()

@@ -53,10 +53,10 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
 
 def test_what_is_no_whole_calibration_of_this_model_is_refused(tmp_path: Path) -> None:
     root = tmp_path / "inputs"
-    with pytest.raises(SideFileError, match="no finished calibration"):
+    with pytest.raises(SideFileError, match="no directory of a finished calibration"):
         ExpertInputs.open(root, "model", SHAPE)
     write(root, finish=False)
-    with pytest.raises(SideFileError, match="no finished calibration"):
+    with pytest.raises(SideFileError, match="no directory of a finished calibration"):
         ExpertInputs.open(root, "model", SHAPE)
     write(root)
     with pytest.raises(SideFileError, match="of another model"):
@@ -74,6 +74,19 @@ def test_what_is_no_whole_calibration_of_this_model_is_refused(tmp_path: Path) -
     (root / INPUTS_NAME).write_text("{}")
     with pytest.raises(SideFileError, match=r"inputs.json is damaged"):
         ExpertInputs.open(root, "model", SHAPE)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    writer = InputsWriter(tmp_path / "inputs", "model", SHAPE, 3)
+    for layer in range(SHAPE.layers):
+        hidden, ids, weights = given(layer, 0, 3)
+        hidden[1, 2] = float("nan") if layer else 0
+        writer.add(layer, hidden, ids, weights)
+    writer.finish("int8", [])
+    inputs = ExpertInputs.open(tmp_path / "inputs", "model", SHAPE)
+    inputs.layer(0)
+    with pytest.raises(SideFileError, match="not finite"):
+        inputs.layer(1)
 
 
 def test_targets(tmp_path: Path) -> None:

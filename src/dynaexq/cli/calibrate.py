@@ -29,6 +29,9 @@ from dynaexq.plan.memory import Workload
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_signal
 from dynaexq.traffic.inputs import InputsWriter, check_inputs_target
 
+ENOUGH_TOKENS = 10_000
+"""For versions that are fitted to what experts are given."""
+
 
 @reports_errors
 def calibrate(
@@ -45,7 +48,7 @@ def calibrate(
         Path | None,
         typer.Option(help="Directory for what experts are given, for `prepare --calibration`.", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier profile or calibration.")] = False,
     window: Annotated[int, typer.Option(min=1, help="Tokens per forward pass.")] = 512,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of each text, at most.", show_default=False)] = None,
     signal: Annotated[str, typer.Option(help="count: router selections; mass: routed probability.")] = "count",
@@ -54,7 +57,7 @@ def calibrate(
     dtype: DtypeOption = "float32",
     json_target: JsonOption = None,
 ) -> None:
-    """Count which experts texts are routed to, with every expert at the best tier that fits.
+    """Find out which experts texts are routed to and what they are given, every expert at the best tier that fits.
 
     The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers. Experts'
     inputs (--inputs) let `prepare --calibration` fit versions to them, which about halves what low tiers lose; some
@@ -80,6 +83,8 @@ def calibrate(
         if output.exists() and not force:
             raise OptionError(f"{output} exists; --force replaces it")
     if inputs is not None:
+        if output is not None and (output == inputs or inputs in output.parents):
+            raise OptionError(f"--output {output} is, or is in, the directory of --inputs; give another name")
         check_inputs_target(inputs, force)
     documents = ["\n\n".join(read_documents(path)) for path in text]
     quiet_transformers()
@@ -97,7 +102,8 @@ def calibrate(
     launch.check_memory()
     if writer is not None:
         writer.finish(plan.tier, names)
-        stderr.print(f"{inputs}: what experts were given by {tokens} tokens, running at {plan.tier}")
+        few = f"; more are better: some {ENOUGH_TOKENS}" if tokens < ENOUGH_TOKENS // 5 else ""
+        stderr.print(f"{inputs}: what experts were given by {tokens} tokens, running at {plan.tier}{few}")
     if output is not None:
         routed = int(meter.sums.sum())
         TrafficProfile.of(opened.fingerprint, signal, meter.sums, routed, names).save(output)

@@ -36,7 +36,7 @@ ModeOption = Annotated[
     ),
 ]
 TierOption = Annotated[
-    str | None, typer.Option(help="With --mode static: bf16, int8, int4, int2 or int1.", show_default=False)
+    str | None, typer.Option(help="With --mode static: bf16, int8, int4, int3, int2 or int1.", show_default=False)
 ]
 MemoryOption = Annotated[
     str | None,

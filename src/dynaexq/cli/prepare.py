@@ -13,7 +13,7 @@ from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError
 from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, tier_format
-from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE, with_bases
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.calibration import InputCalibration
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
@@ -43,7 +43,8 @@ def prepare(
 ) -> None:
     """Make a store of expert versions from a checkpoint, or go on with an unfinished one.
 
-    Streams one expert at a time; whatever ends it early, the same command resumes. Tiers can be added later.
+    Streams one expert at a time; whatever ends it early, the same command resumes. Tiers can be added later. int4+4 and
+    int2+2 refine int4 and int2 and bring them along.
 
     Examples:
 
@@ -74,9 +75,10 @@ def prepare(
         fitted = None
         if calibration is not None:
             inputs = ExpertInputs.open(calibration, source.checkpoint.fingerprint(), source.shape)
+            inputs.verify(lambda done, total: progress("reading the calibration", done, total))
             fitted = InputCalibration(inputs, source)
         manifest = prepare_store(source, output, options, progress, calibration=fitted)
-    for name in options.tiers:
+    for name in with_bases(options.tiers):
         info = manifest.tiers[name]
         stderr.print(
             f"{name}: {format_bytes(info.extent_bytes * manifest.shape.layers * manifest.experts)}, "

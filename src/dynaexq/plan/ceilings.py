@@ -14,7 +14,8 @@ import torch
 
 from dynaexq.core import ExpertShape, MemoryLimitError, ModelShape, encode_handle
 from dynaexq.device import CpuDevice
-from dynaexq.formats import ExpertFormat, VersionLayout
+from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
+from dynaexq.formats.base import base_tier
 from dynaexq.kernels import ExpertsCall, ExpertsKernel, LayerFunctions
 from dynaexq.kernels.gates import GateFunction
 from dynaexq.kernels.native import NativeKernel
@@ -111,19 +112,30 @@ class Reading:
 
 
 class RandomExperts(ExpertArena):
-    """Random experts of one format, each with memory of its own: at least `least`, and at least `nbytes` together."""
+    """Random experts of one format, each with memory of its own: at least `least`, and at least `nbytes` together.
+
+    Of a nested format, experts bring what they refine along.
+    """
 
     def __init__(self, fmt: ExpertFormat, shape: ExpertShape, nbytes: int = ARENA_BYTES, least: int = 1) -> None:
         """Raises MemoryLimitError when they do not fit, OptionError where `fmt` does not fit `shape`."""
-        extent = VersionLayout.of(fmt, shape).extent_bytes
+        base = base_tier(fmt.name)
+        formats = [fmt] if base is None else [fmt, tier_format(base, fmt.group_size)]
+        sizes = [VersionLayout.of(each, shape).extent_bytes for each in formats]
+        extent = sum(sizes)
         count = max(least, math.ceil(nbytes / extent))
-        super().__init__(ModelShape(1, count, shape), [fmt])
+        super().__init__(ModelShape(1, count, shape), formats)
         _check_available(count * extent)
         self.arena = CpuDevice().allocate(count * extent)
-        versions = RandomVersions(fmt, shape, 1.0, open_stream(0))
+        versions = [RandomVersions(each, shape, 1.0, open_stream(place)) for place, each in enumerate(formats)]
         for expert in range(count):
-            self.arena.host_view(expert * extent, extent)[:] = versions.draw()
-        self.words = np.array([encode_handle(0, expert * extent) for expert in range(count)], np.uint64)
+            at = expert * extent
+            for size, drawn in zip(sizes, versions, strict=True):
+                self.arena.host_view(at, size)[:] = drawn.draw()
+                at += size
+        places = [expert * extent for expert in range(count)]
+        handles = [(0, at) if base is None else (0, at + sizes[0], at) for at in places]
+        self.words = np.array([encode_handle(*handle) for handle in handles], np.uint64)
 
 
 def time_rounds(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Seconds]:
@@ -145,7 +157,7 @@ def measure_experts(
     """Measure the native kernel on `experts`, in turns with `reading`. Needs `top_k` experts."""
     work = work or Work()
     kernel = NativeKernel(experts, activations)
-    fmt, layout = experts.formats[0], experts.layouts[0]
+    fmt, payload = experts.formats[0], sum(layout.payload_bytes for layout in experts.layouts)
     tasks = {"read": reading.read, "one token": rotate(kernel, one_token_calls(experts, top_k))}
     tasks |= {str(tokens): rotate(kernel, batch_calls(experts, tokens)) for tokens in work.batches}
     if work.prefill_tokens:
@@ -157,7 +169,7 @@ def measure_experts(
         tier=fmt.name,
         group_size=fmt.group_size,
         activations=activations,
-        one_token=Streaming.of(seconds["one token"], top_k * layout.payload_bytes, seconds["read"], reading.nbytes),
+        one_token=Streaming.of(seconds["one token"], top_k * payload, seconds["read"], reading.nbytes),
         batches={tokens: Spread.of(operations * tokens / seconds[str(tokens)]) for tokens in work.batches},
         prefill=Spread.of(prefill / seconds["prefill"]) if work.prefill_tokens else None,
     )

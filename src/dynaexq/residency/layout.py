@@ -47,17 +47,20 @@ def default_spare(shape: ModelShape) -> int:
     return max(1, min(MAX_DEFAULT_SPARE, shape.layers * shape.experts // EXPERTS_PER_SPARE))
 
 
-def choose_layout(layout: str | None, tiers: tuple[str, str]) -> str:
+def choose_layout(layout: str | None, tiers: tuple[str, str], spare: int | None = None) -> str:
     """The layout for (high, low) tiers: the one asked for, else `keep` where high is nested in low, else `replace`.
 
     Raises:
-        OptionError: a high tier that is nested in another one than the low tier, or needs what `replace` gives away.
+        OptionError: a high tier that is nested in another one than the low tier, or needs what `replace` gives away;
+            spare blocks that it would not use.
     """
     base = base_tier(tiers[0])
     if base not in (None, tiers[1]):
         raise OptionError(f"the high tier {tiers[0]} goes with the low tier {base}, which it refines, not {tiers[1]}")
     if base is not None and layout == "replace":
         raise OptionError(f"layout 'replace' would give away the {base} versions that {tiers[0]} refines; leave it out")
+    if base is not None and spare is not None:
+        raise OptionError(f"{tiers[0]} is nested in {tiers[1]}, so nothing is exchanged: leave out spare")
     return layout or ("replace" if base is None else "keep")
 
 

@@ -67,6 +67,11 @@ class Manifest(BaseModel):
     def shape(self) -> ModelShape:
         return ModelShape(len(self.layer_names), self.experts, ExpertShape(self.hidden, self.intermediate))
 
+    @property
+    def calibration_option(self) -> str:
+        """What a command that goes on with the store must say, for people."""
+        return f" --calibration INPUTS_OF_{'+'.join(self.calibrated_on)}" if self.calibrated_on else ""
+
     def format(self, tier: str) -> ExpertFormat:
         """Format of `tier` at the store's group size."""
         return tier_format(tier, self.group_size)

@@ -95,7 +95,7 @@ class ExpertStore:
         if tier not in self.manifest.tiers:
             raise StoreError(
                 f"{self.root} has no tier {tier} (it has {', '.join(self.manifest.tiers)}); "
-                f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {tier}`"
+                f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {tier}{self.manifest.calibration_option}`"
             )
         for layer in range(self.shape.layers):
             if (layer, tier) not in self._files:

@@ -152,12 +152,23 @@ def check_target(root: Path, wanted: Manifest) -> Manifest | None:
             f"{root} is a store of another checkpoint ('{found.source}'), or of a synthetic one with other "
             "layers, vocabulary, routing or seed; give a new directory"
         )
+    if found.quantizer != wanted.quantizer and (found.calibrated_on or wanted.calibrated_on):
+        raise OptionError(
+            f"{root} was prepared {_describe_calibration(found)}, not {_describe_calibration(wanted)}; do the same, or "
+            "give a new directory"
+        )
     for name in ("group_size", "quantizer"):
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
             option = name.replace("_", "-")
             raise OptionError(f"{root} was prepared with --{option} {have}, not {want}; use that or a new directory")
     return found
+
+
+def _describe_calibration(manifest: Manifest) -> str:
+    if not manifest.calibrated_on:
+        return "without --calibration"
+    return f"with --calibration by the inputs of {', '.join(manifest.calibrated_on)} ({manifest.quantizer})"
 
 
 def remove_partial_files(root: Path) -> None:

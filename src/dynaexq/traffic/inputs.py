@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,9 +156,10 @@ class ExpertInputs:
             if path.stat().st_size > MAX_HEAD_BYTES:
                 raise SideFileError(f"{path} is larger than {MAX_HEAD_BYTES >> 20} MiB: no calibration")
             head = _Head.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise SideFileError(
-                f"{root} holds no finished calibration; make one: `dynaexq calibrate MODEL --text FILE --inputs {root}`"
+                f"{root} is no directory of a finished calibration; "
+                f"make one: `dynaexq calibrate MODEL --text FILE --inputs {root}`"
             ) from None
         except OSError as error:
             raise SideFileError(f"cannot read {path}: {error.strerror or error}") from error
@@ -167,8 +169,14 @@ class ExpertInputs:
             raise SideFileError(f"{path} is of version {head.expert_inputs}, this program reads {INPUTS_VERSION}")
         found = head.fingerprint, head.layers, head.experts, head.hidden, len(head.crc32c)
         if found != (fingerprint, shape.layers, shape.experts, shape.expert.hidden, shape.layers):
-            raise SideFileError(f"{root} is the calibration of another model")
+            raise SideFileError(f"{root} is the calibration of another model; make one of this (`dynaexq calibrate`)")
         return cls(root, head)
+
+    def verify(self, progress: Callable[[int, int], None]) -> None:
+        """Read all of it; `progress(layers read, all)`. Raises SideFileError where it is not as it was written."""
+        for layer in range(self._head.layers):
+            self.layer(layer)
+            progress(layer + 1, self._head.layers)
 
     @property
     def identity(self) -> str:
@@ -190,6 +198,8 @@ class ExpertInputs:
         if _checksum(data) != self._head.crc32c[layer]:
             raise SideFileError(f"{path} is damaged: its checksum is wrong; calibrate again")
         tensors = load(data)
+        if not all(bool(tensors[name].isfinite().all()) for name in ("hidden", "weights")):
+            raise SideFileError(f"{path} holds values that are not finite: the model does not compute; see its weights")
         return LayerInputs(**{name: tensors[name] for name in FIELDS})
 
 

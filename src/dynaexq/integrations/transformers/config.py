@@ -38,7 +38,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ranking: for `dynaexq`: file made by `dynaexq calibrate`, for a first start.
         record: for `dynaexq`: file to write the version map of every window to.
         replay: for the drive `recorded`: such a file, to be followed.
-        tier: for `static`: bf16, int8, int4, int2 or int1; default the lowest tier of the store.
+        tier: for `static`: bf16, int8, int4, int3, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
         group_size, quantizer: for loading straight from a checkpoint, quantising on the way.

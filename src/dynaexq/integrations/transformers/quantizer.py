@@ -13,6 +13,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 
 from dynaexq.core import OptionError, StoreError
 from dynaexq.formats import TIERS, tier_rank
+from dynaexq.formats.base import base_tier
 from dynaexq.integrations.transformers.config import PAIRED, DynaExqConfig
 from dynaexq.integrations.transformers.decoding import speed_up_decoding
 from dynaexq.integrations.transformers.dense import DenseLayers, PackOnLoad
@@ -142,7 +143,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         high, low = config.high, config.low
         if isinstance(self.source, ExpertStore):
-            have = sorted(self.source.manifest.tiers, key=tier_rank)
+            have = _standing_tiers(self.source)
             high, low = high or have[-1], low or have[0]
         if high is None or low is None:
             raise OptionError(f"mode '{config.mode}' from a checkpoint needs high and low, of {', '.join(TIERS)}")
@@ -157,8 +158,10 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         if not isinstance(self.source, ExpertStore):
             return "bf16" if config.mode == "full" else config.tier or _required_tier()
-        have = sorted(self.source.manifest.tiers, key=tier_rank)
+        have = _standing_tiers(self.source)
         tier = have[-1] if config.mode == "full" else config.tier or have[0]
+        if base_tier(tier) is not None:
+            raise OptionError(f"tier {tier} refines {base_tier(tier)} versions while a model runs: mode 'dynaexq'")
         self.source.require_tier(tier)
         return tier
 
@@ -190,6 +193,11 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         _check_store(store, self.layers)
         return store, surplus
+
+
+def _standing_tiers(store: ExpertStore) -> list[str]:
+    """Tiers of a store that are whole by themselves, from the lowest up."""
+    return sorted((tier for tier in store.manifest.tiers if base_tier(tier) is None), key=tier_rank)
 
 
 def _required_tier() -> str:

@@ -150,7 +150,7 @@ def test_sampling_follows_the_seed(store: Path) -> None:
         (("generate", "STORE", "--prompt", "x", "--mode", "fast"), "unknown mode 'fast'"),
         (("generate", "STORE", "--prompt", "x", "--tier", "int2"), "goes with --mode static"),
         (("generate", "STORE", "--prompt", "x", "--mode", "static"), "--mode static needs --tier"),
-        (("generate", "STORE", "--prompt", "x", "--mode", "static", "--tier", "int3"), "unknown tier 'int3'"),
+        (("generate", "STORE", "--prompt", "x", "--mode", "static", "--tier", "int5"), "unknown tier 'int5'"),
         (("generate", "STORE", "--prompt", "x", "--memory", "lots"), "--memory 'lots' is no size"),
         (("generate", "STORE", "--prompt", "x", "--dtype", "fp8"), "unknown dtype 'fp8'"),
         (("generate", "STORE", "--prompt", "x", "--high", "bf16"), "give --high and --low together"),

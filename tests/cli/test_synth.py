@@ -174,7 +174,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for options, code, words in (
         (("olmo", "-o", str(new)), 2, "unknown geometry 'olmo'; known geometries are qwen3-30b-a3b, "),
         (("olmoe-1b-7b", "-o", str(new), "--vocab", "4095"), 2, "4095 is below the 4096 of the tokenizer"),
-        (("olmoe-1b-7b", "-o", str(new), "--tiers", "int3"), 2, "unknown tier 'int3'"),
+        (("olmoe-1b-7b", "-o", str(new), "--tiers", "int5"), 2, "unknown tier 'int5'"),
         (("olmoe-1b-7b", "-o", str(new), "--tiers", "bf16", "--group-size", "32"), 2, "does nothing for bf16"),
         (("olmoe-1b-7b", "-o", str(new), "--group-size", "128"), 2, "group size 128 does not divide"),
         (("olmoe-1b-7b", "-o", str(new), "--routing", "pareto"), 2, "unknown routing 'pareto'"),

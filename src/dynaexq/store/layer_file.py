@@ -131,35 +131,35 @@ def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: 
 def read_extent_of(file: LayerFile, expert: int) -> torch.Tensor:
     """The version of one expert, uint8 [extent_bytes]. Raises StoreError where it is not as it was written."""
     buffer = np.empty(file.extent_bytes, np.uint8)
-    try:
-        descriptor = os.open(file.path, os.O_RDONLY)
-        try:
-            done, found = read_extent(descriptor, file.position(expert), buffer)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StoreError(f"cannot read {file.path}: {error.strerror or error}") from error
-    if done != file.extent_bytes or found != file.checksums[expert]:
-        raise StoreError(f"{file.path} is damaged: the bytes of expert {expert} do not match their checksum")
+    with _opened(file.path) as descriptor:
+        if not _read(file, descriptor, expert, buffer):
+            raise StoreError(f"{file.path} is damaged: the bytes of expert {expert} do not match their checksum")
     return torch.from_numpy(buffer)
 
 
 def damaged_extents(file: LayerFile) -> list[int]:
     """Experts whose bytes do not match their checksum. Raises StoreError when unreadable."""
     buffer = np.empty(file.extent_bytes, np.uint8)
-    damaged = []
+    with _opened(file.path) as descriptor:
+        return [expert for expert in range(len(file.checksums)) if not _read(file, descriptor, expert, buffer)]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
     try:
-        descriptor = os.open(file.path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            for expert, expected in enumerate(file.checksums):
-                done, found = read_extent(descriptor, file.position(expert), buffer)
-                if done != file.extent_bytes or found != expected:
-                    damaged.append(expert)
+            yield descriptor
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StoreError(f"cannot read {file.path}: {error.strerror or error}") from error
-    return damaged
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read(file: LayerFile, descriptor: int, expert: int, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> bool:
+    """Read one extent into `buffer`; whether it is as it was written."""
+    done, found = read_extent(descriptor, file.position(expert), buffer)
+    return done == file.extent_bytes and found == file.checksums[expert]
 
 
 def _header(

@@ -34,7 +34,7 @@ class InputCalibration:
         tokens, places = torch.where(inputs.ids == key.expert)
         hidden = inputs.hidden[tokens].to(torch.float32)
         gains = inputs.weights[tokens, places].to(torch.float32).square().unsqueeze(-1)
-        gains = gains / gains.mean() if len(gains) else gains
+        gains = gains / gains.mean().clamp(min=1e-12) if len(gains) else gains
         inner = apply_gate(ExpertWeights(*(each.to(torch.float32) for each in weights)), hidden, functions, key.expert)
         even = inner.square().mean() if len(inner) else torch.ones(())
         gate = Metric(_mix(hidden, gains, mean))

@@ -60,8 +60,8 @@ def calibrate(
     """Find out which experts texts are routed to and what they are given, every expert at the best tier that fits.
 
     The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers. Experts'
-    inputs (--inputs) let `prepare --calibration` fit versions to them, which about halves what low tiers lose; some
-    ten thousand tokens of the kinds of text you use are enough.
+    inputs (--inputs) let `prepare --calibration` fit versions to them, which takes a third to a half off what low tiers
+    lose; some ten thousand tokens of the kinds of text you use are enough.
 
     Examples:
 

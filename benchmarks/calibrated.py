@@ -7,10 +7,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from benchmarks.workloads import SHIPPED
 from dynaexq.evaluate import read_documents
 from dynaexq.launch import EMBEDDED_MODEL
 
-SHIPPED = Path(__file__).parent.parent / "data"
 SKIPPED_CHARACTERS = 300_000
 """At the head of a shipped text, which benchmarks read: calibration takes what comes after."""
 

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.calibrated import make_calibrated_store
 from benchmarks.machine import describe_run, pin_threads, publish
+from benchmarks.workloads import SHIPPED
 from dynaexq.core import ExpertShape
 from dynaexq.evaluate import read_documents
 from dynaexq.evaluate.divergence import Scores, compare_models
@@ -32,7 +33,6 @@ from dynaexq.integrations.transformers.loading import load_model, load_tokenizer
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.plan.memory import MIB
 
-SHIPPED = Path(__file__).parent.parent / "data"
 TEXTS = {
     "WikiText-2": "wikitext2_valid_detok.txt",
     "English": "english_heldout.txt",

@@ -26,7 +26,7 @@ from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
-from dynaexq.store.writer import Progress
+from dynaexq.store.sources import Progress
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
 DEMO_EXPERT_MEMORY = 16 << 20

@@ -10,7 +10,7 @@ import torch
 
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS, tier_format, tier_rank
-from dynaexq.formats.base import base_tier
+from dynaexq.formats.base import require_standing
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.traffic import check_state_file
@@ -93,11 +93,9 @@ class LaunchOptions:
         return make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
 
     def _check_tiers(self) -> None:
-        for tier in (self.tier, self.high if self.mode == "static-map" else None):
-            if tier is not None and tier_format(tier).base_bits:
-                raise OptionError(f"tier {tier} refines {base_tier(tier)} versions while a model runs: --mode dynaexq")
         if self.tier is not None:
             tier_format(self.tier)
+            require_standing(self.tier)
             if self.mode != "static":
                 raise OptionError(f"--tier {self.tier} goes with --mode static; mode '{self.mode}' takes no --tier")
         elif self.mode == "static":
@@ -109,6 +107,8 @@ class LaunchOptions:
                 raise OptionError(f"--high and --low go with --mode {' or '.join(PAIRED)}, not '{self.mode}'")
             tier_format(self.high)
             tier_format(self.low)
+            if self.mode == "static-map":
+                require_standing(self.high)
             if tier_rank(self.high) <= tier_rank(self.low):
                 raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
 

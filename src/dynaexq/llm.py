@@ -32,7 +32,7 @@ from dynaexq.launch import Launch, Opened
 from dynaexq.launch_options import DTYPES, LaunchOptions
 from dynaexq.plan.memory import Workload
 from dynaexq.plan.sizes import parse_size
-from dynaexq.store.writer import Progress
+from dynaexq.store.sources import Progress
 
 DEFAULT_CONTEXT = 4096
 SIZES = ("memory", "expert_memory")

@@ -11,7 +11,7 @@ import torch
 from dynaexq.core import ExpertKey, StoreError
 from dynaexq.formats import ExpertWeights, decode
 from dynaexq.formats.codec import Base
-from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
+from dynaexq.store import ExpertStore, PrepareOptions, prepare_store, writer
 from dynaexq.store.layer_file import layer_path, read_extent_of
 from dynaexq.store.reader import open_tier
 from support.files import contents, flip_byte, silent
@@ -44,6 +44,16 @@ def test_a_nested_tier_brings_its_base_along_and_refines_it(random_source: Rando
         refined = decode(rest, high, SHAPE.expert, Base(base, low))
         assert distance(exact, refined) < 0.4 * distance(exact, decode(base, low, SHAPE.expert))
         assert distance(exact, refined) == pytest.approx(store.errors("int4+4")[key.layer][key.expert], rel=1e-4)
+
+
+def test_the_disk_must_have_room_for_the_base_too(
+    random_source: RandomSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_store(random_source, tmp_path / "there", OPTIONS, silent)
+    sizes = [path.stat().st_size for path in (tmp_path / "there" / "experts").glob("*.int4+4.*")]
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: type("usage", (), {"free": sum(sizes) + 40_000})())
+    with pytest.raises(StoreError, match="bytes free"):
+        prepare_store(random_source, tmp_path / "new", OPTIONS, silent)
 
 
 def test_it_can_be_added_to_what_is_there(random_source: RandomSource, tmp_path: Path) -> None:

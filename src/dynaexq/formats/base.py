@@ -73,6 +73,13 @@ def base_tier(name: str) -> str | None:
     return f"int{base}" if base else None
 
 
+def require_standing(name: str) -> None:
+    """Raise OptionError for a tier that cannot be served by itself."""
+    base = base_tier(name)
+    if base is not None:
+        raise OptionError(f"tier {name} refines {base} versions while a model runs: it goes with mode 'dynaexq'")
+
+
 def with_bases(tiers: Iterable[str]) -> tuple[str, ...]:
     """`tiers`, each nested one after the one it is nested in."""
     return tuple(dict.fromkeys(name for tier in tiers for name in (base_tier(tier), tier) if name))

@@ -35,7 +35,7 @@ CHUNK = 1 << 17
 
 
 class Codes(NamedTuple):
-    """codes uint8 [n, group] (int8 patterns when symmetric), scale and offset float16 [n]; nested.py has others."""
+    """codes uint8 [n, group] (int8 patterns when symmetric), scale and offset float16 [n]."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -3,7 +3,8 @@
 from dynaexq.store.checkpoint import Checkpoint
 from dynaexq.store.manifest import MANIFEST_NAME, Manifest
 from dynaexq.store.reader import ExpertStore
-from dynaexq.store.writer import ExpertSource, PrepareOptions, prepare_store
+from dynaexq.store.sources import ExpertSource
+from dynaexq.store.writer import PrepareOptions, prepare_store
 
 __all__ = [
     "MANIFEST_NAME",

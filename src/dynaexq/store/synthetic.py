@@ -23,14 +23,9 @@ from dynaexq.store.layer_file import layer_path, write_layer
 from dynaexq.store.manifest import Manifest
 from dynaexq.store.noise import Bytes, RandomTensor, RandomVersions, open_stream
 from dynaexq.store.reader import base_checksums, identity_of
-from dynaexq.store.writer import (
-    PrepareOptions,
-    Progress,
-    check_target,
-    describe_tier,
-    is_intact,
-    remove_partial_files,
-)
+from dynaexq.store.sources import Progress
+from dynaexq.store.tier_writer import describe_tier, is_intact
+from dynaexq.store.writer import PrepareOptions, check_target, remove_partial_files
 
 QUANTIZER = "random"
 RECIPE = 1
@@ -87,9 +82,10 @@ def write_synthetic(
         StoreError: `root` is another store, the disk is too small, or cannot be written.
     """
     options.check(model.shape)
+    tiers = with_bases(options.tiers)
     wanted = _manifest(model, options)
     manifest = check_target(root, wanted) or wanted
-    _check_space(manifest, model, root, options.tiers)
+    _check_space(manifest, model, root, tiers)
     try:
         (root / "experts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +97,7 @@ def write_synthetic(
             manifest.save(root)
         manifest = manifest.model_copy(update={"files": _write_files(model.files, root)})
         manifest, dense = _write_dense(manifest, model, root, progress)
-        manifest, experts = _write_tiers(manifest, model, root, options.tiers, progress)
+        manifest, experts = _write_tiers(manifest, model, root, tiers, progress)
         manifest.save(root)
     return manifest, dense + experts
 
@@ -168,7 +164,7 @@ def _write_tiers(
 ) -> tuple[Manifest, int]:
     advance = _counter("experts", len(tiers) * manifest.shape.layers * manifest.experts, progress)
     written = 0
-    for tier in with_bases(tiers):
+    for tier in tiers:
         for layer in range(manifest.shape.layers):
             if is_intact(manifest, root, layer, tier):
                 advance(manifest.experts)

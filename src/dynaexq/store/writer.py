@@ -5,51 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from dynaexq.core import CheckpointError, ExpertKey, FormatError, ModelShape, OptionError, StoreError, round_up
-from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, ExpertWeights, VersionLayout, encode, tier_format
-from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier, with_bases
-from dynaexq.formats.codec import Base, ExpertMetrics, encode_nested
+from dynaexq.core import ModelShape, OptionError, StoreError, round_up
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, VersionLayout, tier_format
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE, with_bases
 from dynaexq.formats.quantizers import CALIBRATED
 from dynaexq.store.checkpoint import INDEX_NAME, Checkpoint
 from dynaexq.store.dense import verify_dense, write_dense
 from dynaexq.store.files import LOCK_NAME, PARTIAL_SUFFIX, file_checksum, lock_directory, replace_atomically, write_all
-from dynaexq.store.layer_file import damaged_extents, layer_path, read_extent_of, write_layer
-from dynaexq.store.manifest import MANIFEST_NAME, Manifest, TierInfo
-from dynaexq.store.reader import identity_of, open_tier
+from dynaexq.store.layer_file import layer_path
+from dynaexq.store.manifest import MANIFEST_NAME, Manifest
+from dynaexq.store.sources import Calibration, ExpertSource, Progress
+from dynaexq.store.tier_writer import prepare_tiers
 
 COPIED_SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 QUANT_METHOD = "dynaexq"
-
-
-class ExpertSource(Protocol):
-    """Where experts come from: a checkpoint whose expert tensors are understood."""
-
-    checkpoint: Checkpoint
-    shape: ModelShape
-    layer_names: list[str]
-    dense_names: list[str]
-
-    def read(self, key: ExpertKey) -> ExpertWeights:
-        """Weights of one expert. Raises CheckpointError."""
-
-
-class Calibration(Protocol):
-    """What experts were given by calibration texts."""
-
-    identity: str
-    texts: tuple[str, ...]
-
-    def metrics(self, key: ExpertKey, weights: ExpertWeights) -> ExpertMetrics:
-        """What errors in the matrices of an expert matter. Raises SideFileError or CheckpointError."""
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes or experts done, total)."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +62,7 @@ def prepare_store(
         CheckpointError: a tensor is unreadable or not finite.
     """
     options.check(source.shape)
+    tiers = with_bases(options.tiers)
     wanted = _manifest(source, options, calibration)
     check_target(root, wanted)
     try:
@@ -100,11 +73,11 @@ def prepare_store(
     with lock_directory(root, on_wait):
         manifest = check_target(root, wanted) or wanted
         remove_partial_files(root)
-        _check_space(manifest, source, root, options)
+        _check_space(manifest, source, root, tiers)
         manifest.save(root)
         manifest = manifest.model_copy(update={"files": _copy_side_files(source.checkpoint, root)})
         manifest = _prepare_dense(manifest, source, root, progress)
-        manifest = _prepare_tiers(manifest, source, root, options.tiers, progress, calibration)
+        manifest = prepare_tiers(manifest, source, root, tiers, progress, calibration)
         manifest.save(root)
     return manifest
 
@@ -177,11 +150,11 @@ def remove_partial_files(root: Path) -> None:
         partial.unlink()
 
 
-def _check_space(manifest: Manifest, source: ExpertSource, root: Path, options: PrepareOptions) -> None:
-    extents = [VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes for tier in options.tiers]
+def _check_space(manifest: Manifest, source: ExpertSource, root: Path, tiers: tuple[str, ...]) -> None:
+    extents = [VersionLayout.of(manifest.format(tier), manifest.shape.expert).extent_bytes for tier in tiers]
     missing = [
         extent * manifest.experts
-        for tier, extent in zip(options.tiers, extents, strict=True)
+        for tier, extent in zip(tiers, extents, strict=True)
         for layer in range(manifest.shape.layers)
         if not layer_path(root, layer, tier).exists()
     ]
@@ -228,92 +201,3 @@ def _prepare_dense(manifest: Manifest, source: ExpertSource, root: Path, progres
     manifest = manifest.model_copy(update={"dense": dense})
     manifest.save(root)
     return manifest
-
-
-def _prepare_tiers(
-    manifest: Manifest,
-    source: ExpertSource,
-    root: Path,
-    tiers: tuple[str, ...],
-    progress: Progress,
-    calibration: Calibration | None,
-) -> Manifest:
-    total = manifest.shape.layers * manifest.experts
-    tiers = with_bases(tiers)
-    for layer in range(manifest.shape.layers):
-        for nested in (False, True):  # what is nested is made for the base that is on disk
-            chosen = [tier for tier in tiers if bool(base_tier(tier)) is nested]
-            missing = [tier for tier in chosen if not is_intact(manifest, root, layer, tier)]
-            if missing:
-                _write_layer_tiers(manifest, source, root, layer, missing, progress, calibration)
-        progress("experts", (layer + 1) * manifest.experts, total)
-    return manifest.model_copy(
-        update={"tiers": {**manifest.tiers, **{tier: describe_tier(manifest, root, tier) for tier in tiers}}}
-    )
-
-
-def _write_layer_tiers(
-    manifest: Manifest,
-    source: ExpertSource,
-    root: Path,
-    layer: int,
-    tiers: list[str],
-    progress: Progress,
-    calibration: Calibration | None,
-) -> None:
-    """Read every expert of a layer once and encode it into all `tiers`."""
-    shape = manifest.shape.expert
-    fitted = calibration is not None and any(_is_fitted(tier) for tier in tiers)
-    with contextlib.ExitStack() as stack:
-        writers = {}
-        for tier in tiers:
-            extent_bytes = VersionLayout.of(manifest.format(tier), shape).extent_bytes
-            identity = identity_of(manifest, layer, tier)
-            path = layer_path(root, layer, tier)
-            add = stack.enter_context(write_layer(path, identity, manifest.experts, extent_bytes))
-            base = base_tier(tier)
-            writers[tier] = add, open_tier(root, manifest, layer, base) if base else None
-        for expert in range(manifest.experts):
-            key = ExpertKey(layer, expert)
-            weights = source.read(key)
-            metrics = calibration.metrics(key, weights) if calibration and fitted else None
-            for tier, (add, base_file) in writers.items():
-                try:
-                    if base_file is None:
-                        quantizer = CALIBRATED if calibration else manifest.quantizer
-                        add(encode(weights, manifest.format(tier), shape, quantizer, metrics))
-                    else:
-                        below = Base(read_extent_of(base_file, expert), manifest.format(str(base_tier(tier))))
-                        version = encode_nested(weights, below, manifest.format(tier), shape, metrics)
-                        add(version, base_file.checksums[expert])
-                except FormatError as error:
-                    where = f"expert {expert} of {manifest.layer_names[layer]} in {source.checkpoint.root}"
-                    raise CheckpointError(f"{where}: {error}; leave out tier {tier}") from error
-            progress(
-                "experts", manifest.shape.index(ExpertKey(layer, expert)), manifest.shape.layers * manifest.experts
-            )
-
-
-def is_intact(manifest: Manifest, root: Path, layer: int, tier: str) -> bool:
-    """Whether a layer's file is there and every extent matches its checksum."""
-    try:
-        return not damaged_extents(open_tier(root, manifest, layer, tier))
-    except StoreError:
-        return False
-
-
-def describe_tier(manifest: Manifest, root: Path, tier: str) -> TierInfo:
-    """Sizes and weight errors of a tier whose layer files are all there."""
-    layout = VersionLayout.of(manifest.format(tier), manifest.shape.expert)
-    errors = [e for layer in range(manifest.shape.layers) for e in open_tier(root, manifest, layer, tier).errors]
-    return TierInfo(
-        payload_bytes=layout.payload_bytes,
-        extent_bytes=layout.extent_bytes,
-        error_mean=sum(errors) / len(errors),
-        error_max=max(errors),
-    )
-
-
-def _is_fitted(tier: str) -> bool:
-    fmt = tier_format(tier)
-    return fmt.quantized and not fmt.symmetric

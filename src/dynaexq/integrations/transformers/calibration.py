@@ -21,7 +21,7 @@ for down. An expert that texts hardly used is fitted to what its layer sees."""
 
 
 class InputCalibration:
-    """The calibration of a checkpoint's experts (see store.writer.Calibration)."""
+    """The calibration of a checkpoint's experts (see store.sources.Calibration)."""
 
     def __init__(self, inputs: ExpertInputs, experts: CheckpointExperts) -> None:
         self.identity, self.texts = inputs.identity, inputs.texts

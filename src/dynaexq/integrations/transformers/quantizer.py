@@ -13,7 +13,7 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 
 from dynaexq.core import OptionError, StoreError
 from dynaexq.formats import TIERS, tier_rank
-from dynaexq.formats.base import base_tier
+from dynaexq.formats.base import base_tier, require_standing
 from dynaexq.integrations.transformers.config import PAIRED, DynaExqConfig
 from dynaexq.integrations.transformers.decoding import speed_up_decoding
 from dynaexq.integrations.transformers.dense import DenseLayers, PackOnLoad
@@ -160,8 +160,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             return "bf16" if config.mode == "full" else config.tier or _required_tier()
         have = _standing_tiers(self.source)
         tier = have[-1] if config.mode == "full" else config.tier or have[0]
-        if base_tier(tier) is not None:
-            raise OptionError(f"tier {tier} refines {base_tier(tier)} versions while a model runs: mode 'dynaexq'")
+        require_standing(tier)
         self.source.require_tier(tier)
         return tier
 

@@ -21,16 +21,19 @@ from dynaexq.control import ControlLoop
 from dynaexq.control_options import ControlOptions
 from dynaexq.core import ExpertKey, ExpertShape, ModelShape
 from dynaexq.device import CpuDevice
-from dynaexq.device.copies import ThreadCopyEngine
+from dynaexq.device.copies import CopyEngine, ThreadCopyEngine
 from dynaexq.device.fake import FakeCopyEngine
 from dynaexq.formats import ExpertFormat, tier_format
 from dynaexq.kernels import ExpertsCall, LayerFunctions
 from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, pick_hottest, select_high
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.layout import PoolPlan, share_evenly
+from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.steering import Steering
+from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.traffic import RoutedLayer
 from dynaexq.tuning import Tuning
 
@@ -46,6 +49,7 @@ class EmptySource:
 
     shape = SHAPE
     fingerprint = "empty"
+    sensitivity: Sensitivity | None = None
 
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier."""
@@ -74,12 +78,25 @@ class NullKernel:
 
 def build(spare: int) -> VersionedExperts:
     """All experts of SHAPE, SLOTS of each layer high."""
-    slots = share_evenly(SLOTS * SHAPE.layers, SHAPE.layers)
-    plan = PoolPlan(slots, 4096, 4096, SHAPE.layers * (SHAPE.experts - SLOTS) + spare, keep_low=False)
+    high = SLOTS * SHAPE.layers
+    plan = PoolPlan((4096, 4096), (high,), (high, SHAPE.layers * SHAPE.experts - high + spare), keep_low=False)
     experts = VersionedExperts(EmptySource(), TIERS, plan, CpuDevice(), BudgetTracker(1 << 30))
-    high = pick_hottest(np.zeros((SHAPE.layers, SHAPE.experts)), slots)
-    load_versions(experts, EmptySource(), TIERS, high, lambda *_: None)
+    hottest = pick_hottest(np.zeros((SHAPE.layers, SHAPE.experts)), share_evenly(high, SHAPE.layers))
+    load_versions(experts, EmptySource(), np.where(hottest, 0, 1).astype(np.int8), lambda *_: None)
     return experts
+
+
+def make_pipeline(experts: VersionedExperts, engine: CopyEngine, limit: RateLimit) -> TransitionPipeline:
+    """What moves them."""
+    return TransitionPipeline(experts, EmptySource(), PoolBorder(experts), engine, limit, print)
+
+
+def make_loop(
+    experts: VersionedExperts, pipeline: TransitionPipeline, options: ControlOptions, wake: threading.Event
+) -> ControlLoop:
+    """What decides on them."""
+    steering = Steering(experts.shape, pipeline.border, options.selection)
+    return ControlLoop(experts, pipeline, steering, options, wake)
 
 
 def measure_ticks(ticks: int) -> dict[str, Any]:
@@ -110,8 +127,8 @@ def measure_handover(windows: int) -> dict[str, Any]:
     """Microseconds per layer that traffic adds to the token path at batch 1, with the control thread running."""
     experts = build(spare=4)
     wake = threading.Event()
-    pipeline = TransitionPipeline(experts, EmptySource(), TIERS, ThreadCopyEngine(wake.set), RateLimit(), print)
-    loop = ControlLoop(experts, pipeline, ControlOptions(), wake)
+    pipeline = make_pipeline(experts, ThreadCopyEngine(wake.set), RateLimit())
+    loop = make_loop(experts, pipeline, ControlOptions(), wake)
     loop.start()
     runtime = ExpertRuntime("dynaexq", experts, NullKernel(), BudgetTracker(1), None)
     functions = LayerFunctions(lambda hidden: hidden, False, None, None)
@@ -145,14 +162,15 @@ def measure_handover(windows: int) -> dict[str, Any]:
 def measure_updates(updates: int) -> dict[str, Any]:
     """Milliseconds of whole updates in the control thread: add up WINDOWS forward passes, decide, queue transitions."""
     experts = build(spare=4)
-    pipeline = TransitionPipeline(experts, EmptySource(), TIERS, FakeCopyEngine(), RateLimit(), print)
-    loop = ControlLoop(experts, pipeline, ControlOptions(drive="replay", every_windows=1 << 30), threading.Event())
-    generator, high = torch.Generator().manual_seed(0), np.zeros(SHAPE.layers * SHAPE.experts, bool)
+    pipeline = make_pipeline(experts, FakeCopyEngine(), RateLimit())
+    options = ControlOptions(drive="replay", every_windows=1 << 30)
+    loop = make_loop(experts, pipeline, options, threading.Event())
+    generator, levels = torch.Generator().manual_seed(0), np.zeros(SHAPE.layers * SHAPE.experts, np.int64)
     weights, times = torch.full((1, TOP_K), 1 / TOP_K), []
     for _ in range(updates):
         for _ in range(WINDOWS):
             ids = torch.randint(0, SHAPE.experts, (SHAPE.layers, 1, TOP_K), generator=generator)
-            loop.after_window([RoutedLayer(layer, ids[layer], weights) for layer in range(SHAPE.layers)], False, high)
+            loop.after_window([RoutedLayer(layer, ids[layer], weights) for layer in range(SHAPE.layers)], False, levels)
         start = time.perf_counter()
         loop.update()
         times.append(time.perf_counter() - start)
@@ -162,12 +180,12 @@ def measure_updates(updates: int) -> dict[str, Any]:
 def count_windows(spare: int, exchanges: int) -> dict[str, int]:
     """Forward passes until `exchanges` experts have changed places, where copies take no time and only blocks lack."""
     experts, engine = build(spare), FakeCopyEngine()
-    pipeline = TransitionPipeline(experts, EmptySource(), TIERS, engine, RateLimit(None, 64), print)
+    pipeline = make_pipeline(experts, engine, RateLimit(None, 64))
     scores = np.zeros((SHAPE.layers, SHAPE.experts))
     for number in range(exchanges):
         scores[number % SHAPE.layers, SLOTS + number // SHAPE.layers] = 1.0
-    capacity = share_evenly(SLOTS * SHAPE.layers, SHAPE.layers)
-    pipeline.want(select_high(scores, experts.high_mask(), capacity, SelectionOptions()), scores)
+    wanted = Steering(SHAPE, pipeline.border, SelectionOptions()).choose(scores, experts.levels())
+    pipeline.want(wanted, scores)
     windows = 0
     while not pipeline.idle:
         window, _ = experts.handles.pin()

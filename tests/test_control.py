@@ -19,11 +19,11 @@ from dynaexq.formats import VersionLayout
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, open_experts, quiet_transformers
 from dynaexq.kernels import make_kernel
-from dynaexq.policy import SelectionOptions, select_high
 from dynaexq.residency import BudgetTracker
+from dynaexq.residency.layout import plan_pair
+from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
-from dynaexq.serving import plan_for
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from support.files import silent
 
@@ -55,11 +55,11 @@ def reference(store: Path, model: Any) -> Callable[[torch.Tensor, list[str]], to
     opened = ExpertStore.open(store)
     for tier in TIERS:
         opened.require_tier(tier)
-    every = np.full(opened.shape.layers, opened.shape.experts)
-    plan = plan_for(opened, TIERS, 1 << 28, "keep", None)
-    assert np.array_equal(plan.capacity, every)  # both versions of each expert stay resident, and never move
+    sizes = (VersionLayout.of(opened.format(tier), opened.shape.expert).extent_bytes for tier in TIERS)
+    plan = plan_pair(opened.shape, *sizes, 1 << 28, "keep")
+    assert plan.raised == opened.shape.layers * opened.shape.experts  # both versions of each stay, and never move
     experts = VersionedExperts(opened, TIERS, plan, CpuDevice(), BudgetTracker(1 << 28))
-    load_versions(experts, opened, TIERS, np.ones((len(every), every[0]), bool), lambda *_: None)
+    load_versions(experts, opened, np.zeros((opened.shape.layers, opened.shape.experts), np.int8), lambda *_: None)
     kernel = make_kernel("native", experts)
 
     def logits(ids: torch.Tensor, tiers: list[str]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_replay_brings_the_hottest_experts_up(store: Path) -> None:
     assert maps[0] != maps[-1]
     assert maps[-1].count("bf16") == 4
     for layer, scores in enumerate(control.hotness.scores):
-        high = control.pipeline.pending_mask[layer]
+        high = control.pipeline.pending_levels[layer] == 0
         assert scores[high].min() >= scores[~high].max() - control.options.selection.margin
     counters = runtime.counters
     assert counters.waits == 0
@@ -148,13 +148,15 @@ def test_flipping_versions_under_concurrent_forwards_never_mixes_them(store: Pat
     def flip() -> None:
         wake = threading.Event()
         engine = ThreadCopyEngine(wake.set)
-        pipeline = TransitionPipeline(experts, source, TIERS, engine, RateLimit(None, 6), failures.append)
+        border, limit = PoolBorder(experts), RateLimit(None, 6)
+        pipeline = TransitionPipeline(experts, source, border, engine, limit, failures.append)
         random = np.random.default_rng(0)
         counters = pipeline.counters
         while counters.promotions + counters.demotions < FLIPS or pipeline.busy:
             if pipeline.idle:
                 scores = random.random((experts.shape.layers, experts.shape.experts))
-                pipeline.want(select_high(scores, experts.high_mask(), experts.capacity, SelectionOptions()), scores)
+                cold = np.argsort(-scores.ravel()).argsort() >= experts.plan.raised
+                pipeline.want(cold.astype(np.int8).reshape(scores.shape), scores)
             pipeline.step(0.0)
             wake.wait(0.001)  # for a copy to end, or a window that holds a block back
             wake.clear()

@@ -1,4 +1,4 @@
-"""The control loop: traffic becomes hotness, hotness a wanted set, the wanted set transitions.
+"""The control loop: traffic becomes hotness, hotness wanted levels, wanted levels transitions.
 
 Four drives of the same loop: `thread` (the product: a thread of its own, the token path never waits), `replay`
 (every so many windows, settled before the next: reproducible, for evaluation), `recorded` (before each window, what an
@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,9 @@ from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
 from dynaexq.steering import Steering
 from dynaexq.traffic import RoutedLayer, TrafficRecorder
-from dynaexq.traffic.version_map import Flags, MapRecorder, RecordedMap
+from dynaexq.traffic.recorder import Levels
+from dynaexq.traffic.shares import TierShares
+from dynaexq.traffic.version_map import MapRecorder, RecordedMap
 
 POLL_SECONDS = 0.005
 """How often reclaiming looks again while windows hold blocks back."""
@@ -42,6 +43,7 @@ class ControlLoop:
         self,
         experts: VersionedExperts,
         pipeline: TransitionPipeline,
+        steering: Steering,
         options: ControlOptions,
         wake: threading.Event,
         save: Callable[[Scores, int], None] | None = None,
@@ -57,10 +59,10 @@ class ControlLoop:
         self._record, self._recorded, self._experts = record, recorded, experts
         self.options = options
         self.pipeline = pipeline
-        self.recorder = TrafficRecorder(experts.shape, options.signal)
+        self.recorder = TrafficRecorder(experts.shape, len(experts.tiers), options.signal)
         self.hotness = Hotness(experts.shape.layers, experts.shape.experts, options.hotness)
-        self.steering = Steering(experts.shape, pipeline.border, options.selection)
-        self.routed, self.routed_high = np.zeros(experts.shape.layers), np.zeros(experts.shape.layers)
+        self.steering = steering
+        self.shares = TierShares(np.zeros((len(experts.tiers), experts.shape.layers)))
         self.ticks = 0
         self._orders, self._wake = Orders(wake), wake
         self._save = save
@@ -95,14 +97,14 @@ class ControlLoop:
                 self.pipeline.counters.waits += 1
                 self.pipeline.counters.wait_seconds += time.monotonic() - start
 
-    def after_window(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    def after_window(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
         """Called on the token path as a window closes: hands its traffic over."""
         if self._closing.is_set():
             return
-        self.recorder.add(layers, prefill, high)
+        self.recorder.add(layers, prefill, levels)
         self._windows += 1
         if self._record is not None:
-            self._note(self._record, high)
+            self._note(self._record, levels)
         if self.options.drive == "recorded":
             self._collect()
         elif self.options.drive == "thread":
@@ -132,11 +134,11 @@ class ControlLoop:
         self._order(save)
 
     def update(self) -> None:
-        """One tick: fold traffic in, and renew the wanted set. Called by the thread that owns the pipeline."""
+        """One tick: fold traffic in, and renew the wanted levels. Called by the thread that owns the pipeline."""
         self._collect()
         scores = self.hotness.scores
-        wanted = self.steering.choose(scores, self.pipeline.pending_mask)
-        self.pipeline.want(wanted, scores)
+        wanted = self.steering.choose(scores, self.pipeline.pending_levels)
+        self.pipeline.want(wanted, self.steering.ladder.gains(scores).sum(0))
         self.ticks += 1
 
     def close(self) -> None:
@@ -153,18 +155,6 @@ class ControlLoop:
         if self._record is not None:
             with contextlib.suppress(StoreError):  # a map without an end is none
                 self._record.close()
-
-    @property
-    def hot_share_high(self) -> float:
-        """Share of all routed traffic so far that ran at the high tier."""
-        routed = float(self.routed.sum())
-        return float(self.routed_high.sum()) / routed if routed else 0.0
-
-    @property
-    def layer_shares_high(self) -> list[float]:
-        """The same by layer."""
-        shares: list[float] = (self.routed_high / np.maximum(self.routed, 1)).tolist()
-        return shares
 
     def problems(self) -> list[str]:
         """What is wrong with moving versions, for people."""
@@ -212,10 +202,10 @@ class ControlLoop:
             raise OptionError("versions of this run do not move in the background, so there is nothing to steer")
         self._orders.give(action, self._thread)
 
-    def _note(self, record: MapRecorder, high: Flags) -> None:
+    def _note(self, record: MapRecorder, levels: Levels) -> None:
         """Record a window's map; a recording with a hole is none, so the first failure ends it."""
         try:
-            record.note(high)
+            record.note(levels)
         except StoreError as error:
             self._record, self._unrecorded = None, f"versions are not recorded any more: {error}"
             warnings.warn(self._unrecorded, stacklevel=2)
@@ -224,8 +214,7 @@ class ControlLoop:
         traffic = self.recorder.collect()
         if traffic.windows:
             self.hotness.update(traffic.prefill, traffic.decode)
-            self.routed += traffic.prefill.sum(1) + traffic.decode.sum(1)
-            self.routed_high += traffic.high.sum(1)
+            self.shares = TierShares(self.shares.routed + traffic.by_tier)
 
     def _save_hotness(self) -> None:
         """Save what the last save does not have; what goes wrong is a warning, once, for serving goes on."""
@@ -239,20 +228,24 @@ class ControlLoop:
             self._unsaved = None
 
     def _save_new_hotness(self) -> None:
-        routed = float(self.routed.sum())
+        routed = float(self.shares.routed.sum())
         if self._save and routed > self._saved:
             self._save(self.hotness.sums, int(routed))
             self._saved = routed
 
-    def _move_to(self, high: Flags) -> None:
-        """Have exactly `high` [layers * experts] at the high tier."""
-        wanted = high.reshape(self.hotness.scores.shape)
-        if np.array_equal(wanted, self._experts.high_mask()):
-            return
-        self.pipeline.want(wanted, self.hotness.scores)
-        self._settle()
-        if not np.array_equal(wanted, self._experts.high_mask()):
-            raise StoreError("a version of the recorded map cannot be had: " + "; ".join(self.pipeline.problems()))
+    def _move_to(self, levels: Levels) -> None:
+        """Have every expert at its level of `levels` [layers * experts]."""
+        wanted = levels.reshape(self.hotness.scores.shape).astype(np.int8)
+        while not np.array_equal(wanted, self._experts.levels()):
+            self.pipeline.want(wanted, self.hotness.scores)
+            self._settle()
+            if np.array_equal(wanted, self._experts.levels()):
+                return
+            detour = None if (problems := self.pipeline.problems()) else self._experts.find_detour(wanted)
+            if detour is None:
+                raise StoreError("a version of the recorded map cannot be had: " + "; ".join(problems))
+            self.pipeline.want(detour, self.hotness.scores)
+            self._settle()
 
     def _settle(self) -> None:
         """Step until nothing moves any more."""

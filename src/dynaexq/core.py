@@ -60,19 +60,19 @@ class Window:
 
 
 class Residency(Enum):
-    """State of one expert (dynaexq paper, section 1)."""
+    """State of one expert (dynaexq paper, section 1), at two tiers or more."""
 
-    RESIDENT_LO = "handle on lo, nothing moving"
-    PROMOTING = "hi in transfer, handle still on lo"
-    RESIDENT_HI = "handle on hi, nothing moving"
-    DEMOTING = "lo in transfer, handle still on hi"
+    RESIDENT_LO = "handle on the lowest tier, nothing moving"
+    PROMOTING = "a higher version in transfer, handle still on the lower one"
+    RESIDENT_HI = "handle above the lowest tier, nothing moving"
+    DEMOTING = "a lower version in transfer, handle still on the higher one"
     EVICTING = "handle switched, the old version's block waits for windows that may still read it"
 
 
 LEGAL_MOVES = {
     Residency.RESIDENT_LO: {Residency.PROMOTING, Residency.EVICTING},
     Residency.PROMOTING: {Residency.RESIDENT_HI, Residency.EVICTING, Residency.RESIDENT_LO},
-    Residency.RESIDENT_HI: {Residency.DEMOTING, Residency.EVICTING},
+    Residency.RESIDENT_HI: {Residency.PROMOTING, Residency.DEMOTING, Residency.EVICTING},
     Residency.DEMOTING: {Residency.EVICTING, Residency.RESIDENT_HI},
     Residency.EVICTING: {Residency.RESIDENT_HI, Residency.RESIDENT_LO},
 }

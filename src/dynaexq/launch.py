@@ -21,11 +21,11 @@ from dynaexq.integrations.transformers.source import CheckpointExperts
 from dynaexq.launch_options import DTYPES, PAIRED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
-from dynaexq.residency.layout import choose_layout
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
+from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.store.sources import Progress
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
@@ -38,7 +38,7 @@ PROCESS_JITTER = 8 << 20
 PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
 
-AUTO_TIERS = ("int2", "int4", "int8", "bf16")
+AUTO_TIERS = ("int2", "int3", "int4", "int8", "bf16")
 """Tiers chosen without being asked for: int1 is there to measure with."""
 
 
@@ -63,12 +63,12 @@ class Launch:
 
     @property
     def experts_high(self) -> int:
-        """Experts that can be at the high tier at once."""
-        return self.plan.pools.high_blocks if self.plan.pools else 0
+        """Experts that can be above the lowest tier at once."""
+        return self.plan.versions.pools.raised if self.plan.versions else 0
 
     def report(self) -> dict[str, Any]:
         """The part of the JSON contract that is about memory and versions."""
-        experts, counters, pools = self.runtime.experts, self.runtime.counters, self.plan.pools
+        experts, counters, versions = self.runtime.experts, self.runtime.counters, self.plan.versions
         return {
             "mode": self.plan.mode,
             **self.runtime.describe_kernel(),
@@ -76,7 +76,8 @@ class Launch:
             "tier": self.plan.tier,
             "high": self.plan.high,
             "experts_high": self.experts_high,
-            "experts_high_by_layer": pools.capacity.tolist() if pools else [],
+            "slots": dict(zip(versions.tiers, versions.pools.slots, strict=False)) if versions else {},
+            "slots_shared_by": None if versions is None else "model" if versions.over_model else "layer",
             "budget_bytes": self.plan.limit,
             "device_bytes_peak": self.runtime.budget.peak,
             "rss_peak_bytes": peak_resident_bytes(),
@@ -108,6 +109,11 @@ class Opened:
         self.tokenizer = load_tokenizer(self.root)
 
     @property
+    def _known(self) -> Sensitivity | None:
+        """What versions lose, where the store was calibrated."""
+        return self.store.sensitivity if self.store else None
+
+    @property
     def fingerprint(self) -> str:
         """Of the checkpoint the model comes from."""
         return self.store.fingerprint if self.store else self.source.checkpoint.fingerprint()  # type: ignore[union-attr]
@@ -133,12 +139,16 @@ class Opened:
         above = [
             tier for tier in self._candidates(replace(options, low=None)) if tier_rank(tier) > tier_rank(plan.tier)
         ]
-        high = options.high or self._nested_in(plan.tier, options) or (min(above, key=tier_rank) if above else None)
+        nearest = max if self._known and options.make_tuning().slots != "layer" else min
+        high = options.high or self._nested_in(plan.tier, options) or (nearest(above, key=tier_rank) if above else None)
         tuning = options.make_tuning()
-        layout, spare = ("replace", 0) if options.mode == "static-map" else (tuning.layout, tuning.spare)
-        layout = choose_layout(layout, (high, plan.tier), tuning.spare) if high else "replace"
-        shape = self.skeleton.profile.shape
-        paired = high and add_high(plan, shape, high, group_size, options.expert_memory, layout, spare)
+        paired = None
+        if high is not None:
+            wish = tuning.wish(high, plan.tier)
+            if options.mode == "static-map":
+                wish = wish._replace(layout="replace", spare=0)
+            shape = self.skeleton.profile.shape
+            paired = add_high(plan, shape, wish, group_size, options.expert_memory, self._known)
         if paired:
             return replace(paired, mode="dynaexq" if options.mode == "auto" else options.mode)
         if options.mode == "auto":
@@ -235,13 +245,13 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
     }
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
-    common |= {"high": plan.high, "low": plan.tier, "expert_memory": plan.expert_bytes}
+    common |= {"high": plan.high, "low": plan.tier, "expert_memory": plan.room}
+    common |= {"tuning": options.make_tuning().changed()}
     if plan.mode == "static-map":
         return DynaExqConfig(mode="static-map", profile=str(options.profile), **common)
     return DynaExqConfig(
         mode="dynaexq",
         drive=options.moves,
-        tuning=options.make_tuning().changed(),
         state=_text(options.state),
         ranking=_text(options.ranking),
         record=_text(options.record),

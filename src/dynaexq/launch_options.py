@@ -58,7 +58,9 @@ class LaunchOptions:
     @property
     def moves(self) -> str:
         """What moves versions in the end: the drive of the control loop."""
-        return "blocking" if self.mode == "blocking" else "recorded" if self.replay else self.drive
+        if self.mode in ("blocking", "static-map"):
+            return self.mode
+        return "recorded" if self.replay else self.drive
 
     @property
     def rounding(self) -> str:
@@ -119,12 +121,13 @@ class LaunchOptions:
             for name, value in (
                 ("state", self.state),
                 ("ranking", self.ranking),
-                ("tune", self.tune),
                 ("record-map", self.record),
                 ("replay-map", self.replay),
             ):
                 if value:
                     raise OptionError(f"--{name} goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
+        if self.tune and self.mode not in PAIRED:
+            raise OptionError(f"--tune goes with --mode {' or '.join(PAIRED)}, not '{self.mode}'")
         for name, path in (("map", self.profile), ("ranking", self.ranking)):
             if path is not None and not path.is_file():
                 raise OptionError(f"--{name} {path}: not there, or no regular file; `dynaexq calibrate` makes one")

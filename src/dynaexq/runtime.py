@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
 from dynaexq.residency.handles import Words
 from dynaexq.residency.transitions import Counters
-from dynaexq.residency.versions import HIGH
 from dynaexq.traffic import RoutedLayer
+from dynaexq.traffic.recorder import Levels
+from dynaexq.traffic.shares import TierShares
 
 
 class Experts(Protocol):
@@ -52,16 +53,12 @@ class WindowListener(Protocol):
     def before_window(self) -> None:
         """A window is about to open."""
 
-    def after_window(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """A window has closed: its router choices, and which experts [layers * experts] ran high."""
+    def after_window(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
+        """A window has closed: its router choices, and at which tier of the format table experts ran."""
 
     @property
-    def hot_share_high(self) -> float:
-        """Share of routed traffic that ran at the high tier."""
-
-    @property
-    def layer_shares_high(self) -> list[float]:
-        """The same by layer."""
+    def shares(self) -> TierShares:
+        """At which tiers routed traffic ran."""
 
     def close(self) -> None:
         """Come to rest."""
@@ -98,15 +95,15 @@ class ExpertRuntime:
 
     @property
     def hot_share_high(self) -> float:
-        """Share of routed traffic that ran at the high tier."""
+        """Share of routed traffic that ran above the lowest tier."""
         if self.listener:
-            return self.listener.hot_share_high
+            return self.listener.shares.raised
         return 1.0 if self.mode == "full" else 0.0
 
     @property
-    def layer_shares_high(self) -> list[float] | None:
-        """The same by layer; None where nobody counts."""
-        return self.listener.layer_shares_high if self.listener else None
+    def shares(self) -> TierShares | None:
+        """At which tiers routed traffic ran; None where nobody counts."""
+        return self.listener.shares if self.listener else None
 
     def problems(self) -> list[str]:
         """What is wrong though serving goes on, for people."""
@@ -152,11 +149,11 @@ class ExpertRuntime:
         if local.depth == 0:
             assert local.window is not None and local.words is not None
             if self.listener:
-                high: np.ndarray[Any, np.dtype[np.bool_]] = local.words >> np.uint64(56) == HIGH
+                levels: Levels = (local.words >> np.uint64(56)).astype(np.int64)
             self.experts.handles.release(local.window)
             local.window = local.words = None
             if self.listener:
-                self.listener.after_window(local.routed, local.prefill, high)
+                self.listener.after_window(local.routed, local.prefill, levels)
 
     @contextmanager
     def window(self, prefill: bool) -> Iterator[None]:

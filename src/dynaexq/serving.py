@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dynaexq.control import ControlLoop
@@ -16,13 +17,15 @@ from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
-from dynaexq.policy import Hotness, HotnessOptions, pick_hottest
+from dynaexq.plan.versions import VersionWish, drops_between, plan_map, plan_versions
+from dynaexq.policy import Hotness, HotnessOptions
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
-from dynaexq.residency.layout import PoolPlan, choose_layout, plan_pools
+from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.steering import Steering
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 from dynaexq.tuning import Tuning
@@ -48,7 +51,7 @@ class Adaptive:
     """How versions move.
 
     Args:
-        tiers: (high, low).
+        tiers: the highest and the lowest.
         expert_memory: bytes of both pools.
         drive: see control.py.
         state: traffic profile that is read at the start, if there, and kept up to date: hotness over restarts.
@@ -72,23 +75,27 @@ def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
     return _serve_resident(serving, dict.fromkeys(serving.source.shape.expert_keys(), tier))
 
 
-def serve_map(serving: Serving, tiers: tuple[str, str], expert_memory: int, profile: Path) -> ExpertRuntime:
-    """The experts that `profile` says are hottest at the high tier for good, the others at the low one.
+def serve_map(
+    serving: Serving, tiers: tuple[str, str], expert_memory: int, profile: Path, slots: str | None = None
+) -> ExpertRuntime:
+    """Every expert for good at the tier from `tiers[0]` down to `tiers[1]` that loses least under the traffic of
+    `profile`, where calibration says what versions lose; else the hottest at the high tier, the others at the low one.
 
     Raises:
         StoreError: the profile is damaged or of another model; see serve_uniform.
     """
     source = serving.source
-    loaded = TrafficProfile.load(profile, source.fingerprint, source.shape)
-    plan = plan_for(source, tiers, expert_memory, "replace", 0)
-    high = pick_hottest(loaded.sums, plan.capacity)
-    runtime = _serve_resident(serving, {key: tiers[0 if high[key] else 1] for key in source.shape.expert_keys()})
-    runtime.listener = TrafficMeter(source.shape)
+    shape = source.shape
+    traffic = TrafficProfile.load(profile, source.fingerprint, shape).sums
+    wish = VersionWish(*tiers, slots, "replace", 0)
+    ladder, levels = plan_map(shape, partial(_size, source), wish, expert_memory, source.sensitivity, traffic)
+    runtime = _serve_resident(serving, {key: ladder[levels[key]] for key in shape.expert_keys()})
+    runtime.listener = TrafficMeter(shape, tiers=len(runtime.experts.formats))
     return runtime
 
 
 def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
-    """Router traffic decides which experts are high.
+    """Router traffic decides at which tiers experts are.
 
     Raises:
         StoreError: the ranking, or a version map to follow, is damaged or of another model; see serve_uniform. Such a
@@ -99,27 +106,34 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
         check_state_file(adaptive.state)
     options = tuning.control(adaptive.drive)
     known, before = _read_hotness(adaptive, source, options.hotness)
-    plan = plan_for(source, tiers, adaptive.expert_memory, tuning.layout, tuning.spare)
-    recorded = RecordedMap.load(adaptive.replay, source.fingerprint, tiers, source.shape) if adaptive.replay else None
+    shape, losses = source.shape, source.sensitivity
+    plan = plan_versions(shape, partial(_size, source), tuning.wish(*tiers), adaptive.expert_memory, losses)
+    recorded = RecordedMap.load(adaptive.replay, source.fingerprint, plan.tiers, shape) if adaptive.replay else None
     if recorded:
-        recorded.check_capacity(plan.capacity)
-    experts = VersionedExperts(source, tiers, plan, CpuDevice(), serving.budget)
-    link = load_versions(experts, source, tiers, pick_hottest(known.scores, plan.capacity), serving.progress)
-    experts.shares_by_layer = recorded is None
+        recorded.check_slots(plan.pools.slots)
+    experts = VersionedExperts(source, plan.tiers, plan.pools, CpuDevice(), serving.budget)
+    border = PoolBorder(experts)
+    drops = drops_between(losses, plan.tiers) if losses and plan.over_model else None
+    pins = losses.super_experts if losses and drops is not None else ()
+    steering = Steering(shape, border, options.selection, drops, plan.over_model, pins)
+    link = load_versions(experts, source, steering.start(known.scores), serving.progress)
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
     report = FailureReport()
-    pipeline = TransitionPipeline(experts, source, tiers, engine, tuning.rate(adaptive.drive, link), report)
+    pipeline = TransitionPipeline(experts, source, border, engine, tuning.rate(adaptive.drive, link), report)
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
     record = None
     if adaptive.record is not None:
         check_map_file(adaptive.record)
-        slots, shape = plan.capacity.tolist(), source.shape
         head = MapHead(
-            fingerprint=source.fingerprint, tiers=tiers, layers=shape.layers, experts=shape.experts, capacity=slots
+            fingerprint=source.fingerprint,
+            tiers=plan.tiers,
+            layers=shape.layers,
+            experts=shape.experts,
+            slots=plan.pools.slots,
         )
         record = MapRecorder(adaptive.record, head)
-    control = ControlLoop(experts, pipeline, options, wake, save, record, recorded)
+    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded)
     control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
@@ -159,12 +173,9 @@ class StateSaver:
         TrafficProfile.of(self._fingerprint, self._signal, sums, self._before + routed, []).save(self._path)
 
 
-def plan_for(
-    source: VersionSource, tiers: tuple[str, str], expert_memory: int, layout: str | None, spare: int | None
-) -> PoolPlan:
-    """Pools of (high, low) versions of `source` within `expert_memory` bytes. Raises OptionError, see choose_layout."""
-    high, low = (VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes for tier in tiers)
-    return plan_pools(source.shape, high, low, expert_memory, choose_layout(layout, tiers, spare), spare)
+def _size(source: VersionSource, tier: str) -> int:
+    """Bytes of a version, padding included."""
+    return VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes
 
 
 def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertRuntime:
@@ -181,12 +192,15 @@ def _make_kernel(serving: Serving, experts: VersionMemory) -> ExpertsKernel:
 
 
 def _read_hotness(adaptive: Adaptive, source: VersionSource, options: HotnessOptions) -> tuple[Hotness, int]:
-    """Hotness to start from, and the router selections behind it: the state's, else the ranking's, else none.
+    """Hotness to start from, and the router selections behind it: the state's, else the ranking's, else calibration's.
 
     A ranking counts as little traffic (one selection per expert), so that the first real traffic can overrule it.
     """
     shape, signal = source.shape, adaptive.tuning.signal
     hotness = Hotness(shape.layers, shape.experts, options)
+    if source.sensitivity is not None:
+        hotness.restore(source.sensitivity.traffic)
+        hotness.restore(hotness.scores)
     if adaptive.ranking is not None:
         hotness.restore(TrafficProfile.load(adaptive.ranking, source.fingerprint, shape).sums)
         hotness.restore(hotness.scores)

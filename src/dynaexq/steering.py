@@ -9,40 +9,61 @@ import numpy as np
 from dynaexq.core import ExpertKey, ModelShape, OptionError
 from dynaexq.policy import SelectionOptions
 from dynaexq.policy.hotness import Scores
-from dynaexq.policy.pins import select_beside_pins
-from dynaexq.policy.selection import Mask
-from dynaexq.residency.layout import Capacity, share_evenly
-from dynaexq.residency.resizing import PoolBorder
+from dynaexq.policy.ladder import Ladder, Levels
+from dynaexq.policy.selection import Counts, Mask
+from dynaexq.residency.layout import share_evenly
+from dynaexq.residency.resizing import PoolBorder, Slots
 
 RUNNING_MODES = ("dynaexq", "static-map", "static")
 """dynaexq: traffic decides; static-map: the hottest at the time of the switch, for good; static: none is high."""
 
 
 class Steering:
-    """Wishes, and the wanted set that follows from them. Changed by the control thread alone (see ControlLoop.steer).
+    """Wishes, and the wanted levels that follow from them. Changed by the control thread alone (see ControlLoop.steer).
 
     Every change raises OptionError, and changes nothing, where it cannot be had.
     """
 
-    def __init__(self, shape: ModelShape, border: PoolBorder, options: SelectionOptions) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        border: PoolBorder,
+        options: SelectionOptions,
+        drops: Scores | None = None,
+        over_model: bool = False,
+        pins: Iterable[ExpertKey] = (),
+    ) -> None:
+        """`drops`: see Ladder; `over_model`: all layers share the slots; `pins`: high from the start."""
         self.mode = RUNNING_MODES[0]
         self.paused = False
-        self.pins: dict[ExpertKey, bool] = {}
-        self._shape, self._border, self._options = shape, border, options
-        self._capacity: Capacity = border.most
-        self._fixed: Mask | None = None
+        self.drops = drops
+        self.pins: dict[ExpertKey, bool] = dict.fromkeys(pins, True)
+        self._shape, self._border, self._options, self._over_model = shape, border, options, over_model
+        self._slots: Slots = border.most
+        self._fixed: Levels | None = None
 
-    def choose(self, scores: Scores, current: Mask) -> Mask:
-        """The wanted high set [layers, experts], from hotness and the set in force or on its way."""
+    def start(self, hotness: Scores) -> Levels:
+        """The levels to begin with, [layers, experts]: every slot is filled, whatever traffic there was."""
+        nobody = np.full(hotness.shape, len(self._slots), np.int8)
+        return self.ladder.choose(hotness, nobody, None, *self._masks(self.pins))
+
+    def choose(self, hotness: Scores, current: Levels) -> Levels:
+        """The wanted levels [layers, experts], from hotness and the levels in force or on their way."""
         if self.paused:
             return current
         if self._fixed is not None:
             return self._fixed
         options = None if self.mode == "static-map" else self._options
-        wanted = select_beside_pins(scores, current, self._border.wanted, options, *self._masks(self.pins))
+        wanted = self.ladder.choose(hotness, current, options, *self._masks(self.pins))
         if self.mode == "static-map":
             self._fixed = wanted
         return wanted
+
+    @property
+    def ladder(self) -> Ladder:
+        """Slots as they are allowed now, and what ranks experts for them."""
+        plan = self._border.plan
+        return Ladder(self._share(self._border.wanted), self.drops, plan.held, plan.moved)
 
     def pause(self, paused: bool) -> None:
         """Start no transition until told otherwise; those under way come to their end."""
@@ -55,7 +76,7 @@ class Steering:
             raise OptionError(f"a running model has no mode '{mode}' to switch to; it has {', '.join(RUNNING_MODES)}")
         if mode == "static" and any(self.pins.values()):
             raise OptionError("experts are pinned high; unpin them before the mode 'static'")
-        self._border.want(np.zeros_like(self._capacity) if mode == "static" else self._capacity)
+        self._border.want((0,) * len(self._slots) if mode == "static" else self._slots)
         self.mode, self._fixed = mode, None
 
     def pin(self, keys: Iterable[ExpertKey], high: bool) -> None:
@@ -80,10 +101,10 @@ class Steering:
         self._require_motion()
         if self.mode == "static":
             raise OptionError("the mode is 'static', which uses no more than the low tier; switch it first")
-        capacity = share_evenly(self._border.slots_within(nbytes), self._shape.layers)
-        self._check_pins(self.pins, capacity)
-        self._border.want(capacity)
-        self._capacity, self._fixed = capacity, None
+        slots = self._border.slots_within(nbytes)
+        self._check_pins(self.pins, slots)
+        self._border.want(slots)
+        self._slots, self._fixed = slots, None
 
     def _require_motion(self) -> None:
         if self.paused:
@@ -100,12 +121,19 @@ class Steering:
             known.append(key)
         return known
 
-    def _check_pins(self, pins: dict[ExpertKey, bool], capacity: Capacity) -> None:
-        counts = self._masks(pins)[0].sum(1)
+    def _share(self, slots: Slots) -> Counts:
+        """`slots` [tiers - 1] dealt to the groups that share them, [tiers - 1, groups]."""
+        groups = 1 if self._over_model else self._shape.layers
+        return np.stack([share_evenly(count, groups) for count in slots])
+
+    def _check_pins(self, pins: dict[ExpertKey, bool], slots: Slots) -> None:
+        capacity = self._share(slots)[0]
+        counts = self._masks(pins)[0].reshape(len(capacity), -1).sum(1)
         if (counts > capacity).any():
-            layer = int((counts > capacity).argmax())
+            group = int((counts > capacity).argmax())
+            where = "" if self._over_model else f" of MoE layer {group}"
             raise OptionError(
-                f"{counts[layer]} experts of MoE layer {layer} would be pinned high, but it has {capacity[layer]} slots"
+                f"{counts[group]} experts{where} would be pinned high, but there are {capacity[group]} slots"
             )
 
     def _masks(self, pins: dict[ExpertKey, bool]) -> tuple[Mask, Mask]:

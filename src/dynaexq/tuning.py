@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError
+from dynaexq.plan.versions import VersionWish, check_slots
 from dynaexq.policy import HotnessOptions, SelectionOptions
 from dynaexq.residency.layout import check_layout
 from dynaexq.residency.transitions import RateLimit
@@ -25,10 +26,14 @@ class Tuning:
         signal: `count` (router selections, the paper's signal) or `mass` (routed probability).
         alpha: weight of the past in the moving average of hotness.
         prefill_weight: what a routed token of a prefill counts, where one of a decode step counts 1.
-        margin: by how much an outsider must beat a member to replace it, in units of an average expert's traffic.
+        margin: by how much an outsider must beat a member to replace it, in units of an average expert's traffic; where
+            it is known what experts lose, in what the bytes an exchange moves would save as memory.
         rank_slack: ranks by which it must, in addition.
         first_interval, interval: seconds between updates (`T_u`): the first, then doubling up to `interval`.
         every_windows: forward passes between updates, where updates go by passes (evaluation).
+        slots: `layer` (each layer has as many high slots, of two tiers: the paper's way) or `model` (layers share the
+            slots of all tiers from the low to the high one, by what experts lose at them); default `model` for a store
+            that was calibrated, else `layer`.
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
             low version stays: a demotion copies nothing); default `replace`, but `keep` for a nested high tier.
         spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
@@ -45,6 +50,7 @@ class Tuning:
     first_interval: float = ControlOptions.first_interval
     interval: float = ControlOptions.interval
     every_windows: int = ControlOptions.every_windows
+    slots: str | None = None
     layout: str | None = None
     spare: int | None = None
     in_flight: int = RateLimit.in_flight
@@ -57,6 +63,7 @@ class Tuning:
             raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
         self.control("thread").check()
         self.rate("thread", 1.0).check()
+        check_slots(self.slots)
         check_layout(self.layout, self.spare)
 
     def control(self, drive: str) -> ControlOptions:
@@ -79,6 +86,10 @@ class Tuning:
         chosen = LINK_SHARE * link if self.rate_gbps is None else self.rate_gbps * GIGABYTE
         return RateLimit(chosen, self.in_flight)
 
+    def wish(self, high: str, low: str) -> VersionWish:
+        """How to spend bytes between two tiers."""
+        return VersionWish(high, low, self.slots, self.layout, self.spare)
+
     @property
     def link_bytes_per_second(self) -> float | None:
         """What copies are slowed down to; None: nothing."""
@@ -98,7 +109,8 @@ KNOBS = tuple(field.name for field in fields(Tuning))
 IDLE_KNOBS = {
     "thread": ("every_windows",),
     "blocking": ("every_windows", "rate_gbps"),
-    "recorded": tuple(name for name in KNOBS if name not in ("layout", "spare")),
+    "recorded": tuple(name for name in KNOBS if name not in ("slots", "layout", "spare")),
+    "static-map": tuple(name for name in KNOBS if name != "slots"),
     "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps"),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
@@ -108,6 +120,7 @@ MOVES = {
     "blocking": "passes wait for every move",
     "recorded": "versions move as they were recorded",
     "replay": "versions move between passes, and settle before the next",
+    "static-map": "versions stay",
 }
 HYSTERESIS_KNOBS = ("margin", "rank_slack")
 

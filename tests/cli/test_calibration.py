@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynaexq.cli.app import app
+from dynaexq.cli.calibrate import _sensitivity_windows
 from dynaexq.launch import EMBEDDED_MODEL
 from support.files import contents, flip_byte
 from support.tiny_models import write_checkpoint
@@ -60,6 +61,32 @@ def test_the_store_says_what_it_was_fitted_to(made: Path) -> None:
     assert described["calibrated_on"] == ["text.txt"]
     assert described["quantizer"].startswith("calibrated-")
     assert described["tiers"]["int4+4"]["bits_per_weight"] == 4
+    assert len(described["calibration"]["sensitivity"]) == 2
+    predicted = {name: tier["predicted_kl"] for name, tier in described["tiers"].items()}
+    assert predicted["int2"] > 4 * predicted["int4"] > 16 * predicted["int4+4"] > 0
+    assert described["super_experts"] == []
+
+
+def test_people_are_told_what_tiers_lose_where_that_is_known(made: Path, tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["inspect", str(made / "store")]).stderr
+    assert "predicted KL" in said and "super experts: none" in said
+    assert len(said.partition("relative to their mean: ")[2].splitlines()[0].split()) == 2
+    again = ["prepare", str(made / "model"), "-o", str(made / "store"), "--tiers", "int2", *GROUP]
+    said = CliRunner().invoke(app, [*again, "--calibration", str(made / "inputs")]).stderr
+    assert "predicted KL" in said and "nats per token" in said
+    run("prepare", made / "model", "-o", tmp_path / "plain", "--tiers", "int2", *GROUP)
+    assert "KL" not in CliRunner().invoke(app, ["inspect", str(tmp_path / "plain")]).stderr
+    assert "predicted_kl" not in run("inspect", tmp_path / "plain", "--json", "-")
+
+
+def test_sensitivity_is_measured_all_over_every_text() -> None:
+    long, short = list(range(10_000)), list(range(70))
+    windows = _sensitivity_windows([long, short], 512)
+    assert [each[0] for each in windows] == [0, 2500, 5000, 7500, 0]
+    assert [len(each) for each in windows] == [256, 256, 256, 256, 70]
+    assert _sensitivity_windows([short], 32) == [short[:32], short[32:64], short[64:]]
+    many = _sensitivity_windows([long] * 500, 512)
+    assert len(many) == 500 and sum(map(len, many)) <= 2048
 
 
 def test_the_same_again_changes_nothing_and_damage_is_restored(made: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_profile_drives_a_map_a_ranking_and_a_state(store: Path, text: Path, t
     assert mapped["mode"] == "static-map"
     assert mapped["promotions"] == mapped["bytes_moved"] == 0
     assert 0.2 < mapped["hot_share_high"] < 1
-    assert mapped["experts_high"] == sum(mapped["experts_high_by_layer"]) > 0
+    assert mapped["experts_high"] == sum(mapped["slots"].values()) > 0
     assert mapped["expert_bytes"] <= 12 << 20
 
     # int2 versions of this model are 30 KiB in 32 KiB blocks, bf16 ones fill theirs

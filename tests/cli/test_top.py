@@ -54,7 +54,7 @@ def test_once_shows_everything() -> None:
         "dense weights 200.0 MiB",
         "experts hold 9.0 MiB of 12.0 MiB",
         "# int8 (8.25 bits): 64 experts, 5.0 MiB",
-        "83.0 % of routed traffic at int8",
+        "83.0 % of routed traffic above int2",
         "1,000 promotions, 900 demotions",
         "2 in flight, 1 waiting for reclaim",
         "74.2 tokens/s",
@@ -72,9 +72,7 @@ def test_once_shows_everything() -> None:
 
 def test_a_model_that_does_not_move() -> None:
     one: dict[str, Any] = {"tiers": [{"name": "int4", "bits": 4.5, "experts": 192, "bytes": 1}], "map": ["0" * 32] * 6}
-    text = show_once(
-        mode="static", capacity=[], hotness=None, moving=[], pinned=[], hot_share_high_by_layer=None, **one
-    )
+    text = show_once(mode="static", slots=[], hotness=None, moving=[], pinned=[], hot_share_high_by_layer=None, **one)
     assert "no expert changes its tier in mode static" in text and "routed traffic" not in text
     assert f"    5  {'#' * 32}\n" in text
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from dynaexq.integrations.transformers.kept import Kept, kept_dtype
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.integrations.transformers.slot_model import WHOLE_PROMPTS, SlottedModel
+from dynaexq.traffic.shares import TierShares
 from support.tiny_models import FAMILIES, load, write_checkpoint
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -112,13 +114,12 @@ def test_one_step_is_one_window(tmp_path: Path) -> None:
     seen: list[tuple[int, bool]] = []
 
     class Listener:
-        hot_share_high = 0.0
-        layer_shares_high: ClassVar[list[float]] = []
+        shares = TierShares(np.zeros((1, 1)))
 
         def before_window(self) -> None:
             pass
 
-        def after_window(self, layers: Any, prefill: bool, high: Any) -> None:
+        def after_window(self, layers: Any, prefill: bool, levels: Any) -> None:
             seen.append((sum(len(layer.ids) for layer in layers), prefill))
 
         def close(self) -> None:

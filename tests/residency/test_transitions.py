@@ -13,20 +13,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dynaexq.core import ExpertKey, ExpertShape, ModelShape, OptionError, Residency, StoreError, decode_handle
 from dynaexq.device import CpuDevice
 from dynaexq.device.fake import FakeCopyEngine
+from dynaexq.formats import TIERS as ALL_TIERS
 from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.layout import PoolPlan
+from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
-from dynaexq.residency.versions import HIGH, LOW, VersionedExperts, load_versions
+from dynaexq.residency.versions import VersionedExperts, load_versions
 
 SHAPE = ModelShape(2, 4, ExpertShape(64, 32))
 TIERS = ("int4", "int2")
+LADDER = ("int8", "int4", "int3", "int2")
 NESTED = ("int2+2", "int2")
 POISON = 0xEE
 
 
 def pattern(key: ExpertKey, tier: str) -> int:
-    return 1 + SHAPE.index(key) + 100 * (tier == "int2")
+    return 1 + SHAPE.index(key) + 10 * list(ALL_TIERS).index(tier)
 
 
 class PatternSource:
@@ -49,53 +52,66 @@ class PatternSource:
         """Nothing is open."""
 
 
-def build(capacity: list[int], keep_low: bool, spare: int = 1, tiers: tuple[str, str] = TIERS) -> VersionedExperts:
-    source, slots = PatternSource(), np.array(capacity)
-    sizes = [VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in tiers]
-    total, high = SHAPE.layers * SHAPE.experts, int(slots.sum())
-    low_blocks = total if keep_low else total - high + min(spare, high)
-    experts = VersionedExperts(
-        source, tiers, PoolPlan(slots, *sizes, low_blocks, keep_low), CpuDevice(), BudgetTracker(1 << 24)
-    )
+def build(slots: list[int], keep_low: bool = False, spare: int = 1, tiers: tuple[str, ...] = TIERS) -> VersionedExperts:
+    """Experts whose first ones fill the slots of each tier from the highest down."""
+    source = PatternSource()
+    sizes = tuple(VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in tiers)
+    total = SHAPE.layers * SHAPE.experts
+    more = [0] + [spare if any(slots) and not keep_low else 0] * (len(tiers) - 1)
+    counts = [*slots, total if keep_low else total - sum(slots)]
+    blocks = tuple(count + extra for count, extra in zip(counts, more, strict=True))
+    plan = PoolPlan(sizes, tuple(slots), blocks, keep_low)
+    experts = VersionedExperts(source, tiers, plan, CpuDevice(), BudgetTracker(1 << 24))
     experts.arena.host_view(0, experts.arena.nbytes)[:] = POISON
-    mask = np.arange(SHAPE.experts) < slots[:, None]
-    load_versions(experts, source, tiers, mask, lambda *_: None)
+    load_versions(experts, source, fill(np.arange(total), slots), lambda *_: None)
     return experts
+
+
+def fill(order: Any, slots: Any) -> Any:
+    """Levels [layers, experts]: the first of `order` at the highest tier as far as its slots go, and so on."""
+    levels = np.full(order.size, len(slots), np.int8)
+    start = 0
+    for level, count in enumerate(slots):
+        levels[order[start : start + count]] = level
+        start += count
+    return levels.reshape(SHAPE.layers, SHAPE.experts)
+
+
+def make_pipeline(
+    experts: VersionedExperts, engine: FakeCopyEngine, limit: RateLimit | None = None, report: Any = lambda _: None
+) -> TransitionPipeline:
+    return TransitionPipeline(experts, PatternSource(), PoolBorder(experts), engine, limit or RateLimit(), report)
 
 
 class Pipeline(RuleBasedStateMachine):
     @initialize(
-        capacity=st.lists(st.integers(0, 4), min_size=2, max_size=2),
-        layout=st.sampled_from(["replace", "keep", "nested"]),
+        slots=st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(lambda slots: sum(slots) <= 7),
+        layout=st.sampled_from(["replace", "keep", "nested", "ladder"]),
         in_flight=st.integers(1, 3),
         rate=st.sampled_from([None, 5e4]),
         spare=st.integers(1, 2),
     )
-    def start(self, capacity: list[int], layout: str, in_flight: int, rate: float | None, spare: int) -> None:
-        self.tiers = NESTED if layout == "nested" else TIERS
-        self.experts = build(capacity, layout != "replace", spare, self.tiers)
+    def start(self, slots: list[int], layout: str, in_flight: int, rate: float | None, spare: int) -> None:
+        self.tiers = {"nested": NESTED, "ladder": LADDER}.get(layout, TIERS)
+        self.most = slots if layout == "ladder" else [sum(slots)]
+        self.experts = build(self.most, layout in ("keep", "nested"), spare, self.tiers)
         self.budget = self.experts._budget
         self.engine = FakeCopyEngine()
         self.reports: list[str] = []
-        self.pipeline = TransitionPipeline(
-            self.experts, PatternSource(), self.tiers, self.engine, RateLimit(rate, in_flight), self.reports.append
-        )
-        self.in_flight, self.most = in_flight, np.array(capacity)
+        self.pipeline = make_pipeline(self.experts, self.engine, RateLimit(rate, in_flight), self.reports.append)
+        self.in_flight = in_flight
         self.now = 0.0
         self.windows: list[tuple[Any, Any, list[int]]] = []
         self.random = np.random.default_rng(0)
 
     @rule(seed=st.integers(0, 1000))
     def want(self, seed: int) -> None:
-        scores = np.random.default_rng(seed).random((SHAPE.layers, SHAPE.experts))
-        wanted = np.zeros(scores.shape, bool)
-        for layer, slots in enumerate(self.experts.capacity):
-            wanted[layer, np.argsort(-scores[layer])[: int(slots)]] = True
-        self.pipeline.want(wanted, scores)
+        self.wanted = fill(np.random.default_rng(seed).permutation(8), self.pipeline.border.wanted)
+        self.pipeline.want(self.wanted, np.random.default_rng(seed).random((SHAPE.layers, SHAPE.experts)))
 
-    @rule(shares=st.lists(st.integers(0, 4), min_size=2, max_size=2))
+    @rule(shares=st.lists(st.integers(0, 4), min_size=3, max_size=3))
     def resize(self, shares: list[int]) -> None:
-        self.pipeline.border.want(np.minimum(shares, self.most))
+        self.pipeline.border.want(tuple(min(*pair) for pair in zip(shares, self.most, strict=False)))
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 100.0]))
     def step(self, seconds: float) -> None:
@@ -137,9 +153,9 @@ class Pipeline(RuleBasedStateMachine):
                 if handle.residual is None:
                     assert (block == pattern(key, self.tiers[handle.format_index])).all()
                 else:  # the low version is read, and what is nested in it
-                    rest = self.experts.arena.host_view(handle.residual, self.experts.pools[HIGH].block_bytes)
-                    assert (block == pattern(key, self.tiers[LOW])).all()
-                    assert (rest == pattern(key, self.tiers[HIGH])).all()
+                    rest = self.experts.arena.host_view(handle.residual, self.experts.pools[0].block_bytes)
+                    assert (block == pattern(key, self.tiers[1])).all()
+                    assert (rest == pattern(key, self.tiers[0])).all()
         self.experts.handles.release(now[0])
         assert len(self.engine.running) <= self.in_flight
         assert len(self.reports) == self.pipeline.counters.failed
@@ -152,8 +168,8 @@ class Pipeline(RuleBasedStateMachine):
             self.experts.handles.release(window)
         self.windows = []
         self.settle()
-        for capacity in (np.zeros_like(self.most), self.most):
-            self.pipeline.border.want(capacity)
+        for slots in ([0] * len(self.most), self.most):
+            self.pipeline.border.want(tuple(slots))
             self.settle()
         self.every_window_reads_complete_versions()
 
@@ -168,14 +184,14 @@ class Pipeline(RuleBasedStateMachine):
             if self.pipeline.idle:
                 break
         assert self.pipeline.idle
-        scores = np.random.default_rng(7).random((SHAPE.layers, SHAPE.experts))
-        for layer, slots in enumerate(self.experts.capacity):
-            hottest = set(np.argsort(-scores[layer])[: int(slots)])
-            assert set(np.flatnonzero(self.experts.high_mask()[layer])) == hottest
-        high, low = (self.experts.layouts[pool].extent_bytes for pool in (HIGH, LOW))
-        given_up = int(self.most.sum() - self.experts.capacity.sum())
-        each = high if self.experts.keep_low else high - low
-        assert self.experts.expert_bytes == self.experts.arena.nbytes - given_up * each == self.budget.used
+        assert np.array_equal(self.experts.levels(), self.wanted)
+        *above, low = (layout.extent_bytes for layout in self.experts.layouts)
+        freed = sum(
+            (most - now) * (size - (0 if self.experts.keep_low else low))
+            for most, now, size in zip(self.most, self.pipeline.border.wanted, above, strict=True)
+        )
+        assert self.experts.expert_bytes == self.experts.arena.nbytes - freed == self.budget.used
+        assert self.pipeline.border.wanted_bytes == self.experts.expert_bytes
 
 
 TestPipeline = Pipeline.TestCase
@@ -192,15 +208,15 @@ def test_a_limit_that_stops_everything_is_refused() -> None:
 
 
 def wish(*high: int) -> tuple[Any, Any]:
-    """A wanted set for layer 0, and scores that fit it."""
-    wanted = np.zeros((SHAPE.layers, SHAPE.experts), bool)
-    wanted[0, list(high)] = True
-    return wanted, wanted.astype(float)
+    """Wanted levels for layer 0, and gains that fit them."""
+    wanted = np.ones((SHAPE.layers, SHAPE.experts), np.int8)
+    wanted[0, list(high)] = 0
+    return wanted, 1.0 - wanted
 
 
 def test_a_wish_taken_back_while_its_copy_runs_still_comes_true() -> None:
-    experts, engine = build([3, 0], keep_low=False), FakeCopyEngine()
-    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    experts, engine = build([3]), FakeCopyEngine()
+    pipeline = make_pipeline(experts, engine)
     pipeline.want(*wish(0, 1, 3))
     pipeline.step(0.0)  # expert 2 is on its way down
     pipeline.want(*wish(0, 1, 2))
@@ -209,12 +225,12 @@ def test_a_wish_taken_back_while_its_copy_runs_still_comes_true() -> None:
             engine.end(ticket)
         pipeline.step(0.0)
     assert pipeline.idle
-    assert set(np.flatnonzero(experts.high_mask()[0])) == {0, 1, 2}
+    assert np.flatnonzero(experts.levels()[0] == 0).tolist() == [0, 1, 2]
 
 
 def test_a_failed_copy_nobody_wants_any_more_is_not_tried_again() -> None:
-    experts, engine = build([3, 0], keep_low=True), FakeCopyEngine()
-    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    experts, engine = build([3], keep_low=True), FakeCopyEngine()
+    pipeline = make_pipeline(experts, engine)
     pipeline.want(*wish(0, 1, 3))
     pipeline.step(0.0)
     pipeline.step(0.0)  # expert 3 is on its way up
@@ -226,32 +242,45 @@ def test_a_failed_copy_nobody_wants_any_more_is_not_tried_again() -> None:
     assert pipeline.idle and not engine.running and pipeline.counters.failed == 1
 
 
-@given(seed=st.integers(0, 10_000), spare=st.integers(1, 2))
-@settings(max_examples=60)
-def test_a_way_leads_from_any_recorded_map_to_the_next(seed: int, spare: int) -> None:
-    """Maps of a run in exchange: as many high as the plan has, or fewer by up to the spare blocks."""
-    random, experts = np.random.default_rng(seed), build([2, 2], keep_low=False, spare=spare)
-    experts.shares_by_layer = False
+@given(
+    seed=st.integers(0, 10_000),
+    slots=st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(lambda slots: 0 < sum(slots) <= 7),
+)
+@settings(max_examples=100)
+def test_a_way_leads_from_any_map_to_any_other(seed: int, slots: list[int]) -> None:
+    """Maps of a run in exchange may have fewer at a tier than its slots, by the spare blocks below."""
+    random = np.random.default_rng(seed)
+    experts = build(slots, tiers=LADDER[-len(slots) - 1 :])
     engine = FakeCopyEngine()
-    pipeline = TransitionPipeline(experts, PatternSource(), TIERS, engine, RateLimit(), lambda _: None)
+    pipeline = make_pipeline(experts, engine)
     for _ in range(6):
-        wanted = np.zeros((SHAPE.layers, SHAPE.experts), bool)
-        for layer, slots in enumerate(experts.capacity):
-            wanted[layer, random.permutation(SHAPE.experts)[: int(slots)]] = True
-        for place in random.permutation(np.flatnonzero(wanted))[: random.integers(0, spare + 1)]:
-            wanted.ravel()[place] = False
-        pipeline.want(wanted, random.random(wanted.shape))
-        for _ in range(30):
-            pipeline.step(0.0)
-            for ticket in list(engine.running):
-                engine.end(ticket)
-        assert np.array_equal(experts.high_mask(), wanted)
+        wanted = fill(random.permutation(8), slots)
+        raised = np.flatnonzero(wanted < len(slots))
+        fewer = random.integers(0, 2)
+        wanted.ravel()[random.permutation(raised)[:fewer]] = len(slots)
+        for _ in range(wanted.size):
+            go_to(wanted, pipeline, engine)
+            if np.array_equal(experts.levels(), wanted):
+                break
+            detour = experts.find_detour(wanted)
+            assert detour is not None and fewer
+            go_to(detour, pipeline, engine)
+        assert np.array_equal(experts.levels(), wanted)
         experts.check_integrity()
+
+
+def go_to(levels: Any, pipeline: TransitionPipeline, engine: FakeCopyEngine) -> None:
+    """As far as there is a way."""
+    pipeline.want(levels, np.random.default_rng(0).random(levels.shape))
+    for _ in range(60):
+        pipeline.step(0.0)
+        for ticket in list(engine.running):
+            engine.end(ticket)
 
 
 @pytest.mark.parametrize("keep_low", [False, True])
 def test_illegal_moves_are_caught(keep_low: bool) -> None:
-    experts = build([3, 2], keep_low)
+    experts = build([3], keep_low)
     moving, resting = ExpertKey(0, 3), ExpertKey(0, 0)
     for misuse in (experts.finish, experts.abandon):
         with pytest.raises(AssertionError):

@@ -57,7 +57,7 @@ class Running:
         control = self.llm.launch.runtime.control
         assert control is not None
         border = control.pipeline.border
-        wait_for(lambda: control.pipeline.idle and self.experts.pools[0].capacity == int(border.wanted.sum()))
+        wait_for(lambda: control.pipeline.idle and self.experts.pools[0].capacity == border.wanted[0])
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_the_state_agrees_with_the_engine(running: Running) -> None:
     assert state["model"] == "demo" and state["mode"] == "dynaexq" and state["status"] == "ready"
     assert [tier["name"] for tier in state["tiers"]] == ["int8", "int2"]
     assert [len(state["map"]), len(state["map"][0])] == [shape.layers, shape.experts]
-    high = running.experts.high_mask()
+    high = running.experts.levels() == 0
     assert [[digit == "0" for digit in row] for row in state["map"]] == high.tolist()
     assert state["tiers"][0]["experts"] == high.sum() and 8.2 < state["tiers"][0]["bits"] < 8.3
-    assert len(state["hotness"]) == shape.layers and sum(state["capacity"]) == high.sum()
+    assert len(state["hotness"]) == shape.layers and sum(state["slots"]) == high.sum()
     assert 0 < state["hot_share_high"] < 1 and len(state["hot_share_high_by_layer"]) == shape.layers
     assert state["memory"]["used"] == running.llm.launch.runtime.budget.used <= state["memory"]["limit"]
     assert state["transitions"]["promotions"] == running.llm.launch.runtime.counters.promotions > 0
@@ -115,15 +115,15 @@ def test_pins(running: Running) -> None:
     control = running.llm.launch.runtime.control
     assert control is not None
     running.settle()
-    high = running.experts.high_mask()[2]
+    high = (running.experts.levels() == 0)[2]
     cold, hot = int((~high).argmax()), int(high.argmax())
     assert running.tell("pin", {"experts": [[2, cold]], "tier": "high"})["pinned"] == [[2, cold, "high"]]
     running.tell("pin", {"experts": [[2, hot]], "tier": "low"})
     running.settle()
-    assert running.experts.high_mask()[2, [cold, hot]].tolist() == [True, False]
+    assert (running.experts.levels() == 0)[2, [cold, hot]].tolist() == [True, False]
     running.llm.generate("copy: a b c", max_tokens=8)
     running.settle()
-    assert running.experts.high_mask()[2, [cold, hot]].tolist() == [True, False]
+    assert (running.experts.levels() == 0)[2, [cold, hot]].tolist() == [True, False]
     everybody = [[2, expert] for expert in range(running.experts.shape.experts)]
     assert "experts of MoE layer 2 would be pinned high" in running.refuse(
         "pin", {"experts": everybody, "tier": "high"}
@@ -146,7 +146,7 @@ def test_memory_goes_and_comes_back_while_an_answer_runs(running: Running) -> No
         now = running.state()
         assert nbytes - 100_000 < now["expert_memory"]["bytes"] == now["expert_memory"]["wanted"] <= nbytes
         assert now["memory"]["parts"]["experts"] == now["expert_memory"]["bytes"]
-        assert now["tiers"][0]["experts"] <= sum(now["capacity"])
+        assert now["tiers"][0]["experts"] <= sum(now["slots"])
     stream.close()  # type: ignore[attr-defined]
     assert "this run can have" in running.refuse("expert-memory", {"bytes": "1G"})
     assert "this run can have" in running.refuse("expert-memory", {"bytes": 5})
@@ -156,7 +156,7 @@ def test_memory_goes_and_comes_back_while_an_answer_runs(running: Running) -> No
 def test_modes(running: Running, embedded_store: Path) -> None:
     assert running.tell("mode", {"mode": "static"})["mode"] == "static"
     running.settle()
-    assert not running.experts.high_mask().any()
+    assert not (running.experts.levels() == 0).any()
     assert running.state()["expert_memory"]["bytes"] == running.state()["expert_memory"]["least"]
     low = running.llm.generate("reverse: a b c", max_tokens=16).tokens
     with LLM(str(embedded_store), slots=2, context=256, mode="static", tier="int2") as fixed:
@@ -250,7 +250,7 @@ def test_nothing_to_change_where_nothing_moves(embedded_store: Path) -> None:
         reply = request(port, "POST", "/admin/pause", b"", Authorization=f"Bearer {ADMIN_KEY}")
         assert reply.status == 400 and "no version moves" in reply.error["message"]
         state = request(port, "GET", "/state").json
-    assert state["hotness"] is None and state["capacity"] == [] and len(state["tiers"]) == 1
+    assert state["hotness"] is None and state["slots"] == [] and len(state["tiers"]) == 1
 
 
 @pytest.mark.filterwarnings("ignore:expert")

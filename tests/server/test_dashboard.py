@@ -34,7 +34,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium")
 def still(**changes: Any) -> dict[str, Any]:
     """A model at one tier, nothing of which moves."""
     one = {"name": "int4", "bits": 4.5, "experts": 192, "bytes": 9 << 20}
-    nothing: dict[str, Any] = {"moving": [], "pinned": [], "hotness": None, "capacity": [], "sequences": []}
+    nothing: dict[str, Any] = {"moving": [], "pinned": [], "hotness": None, "slots": [], "sequences": []}
     share: dict[str, Any] = {"hot_share_high": 1.0, "hot_share_high_by_layer": None}
     return make_state(mode="static", tiers=[one], map=["0" * 32] * 6, **nothing, **share, **changes)
 
@@ -219,7 +219,7 @@ def test_single_experts_by_key_and_pointer(seen: Seen) -> None:
     first, moving, left, bar, pointed, outside = seen.facts["phone"]["tips"]
     assert first == pointed == "layer 0, expert 0: int4, hotness 0.0"
     assert moving == "layer 3, expert 17: int4, hotness 1.8, moving"
-    assert bar == "layer 0: 50.0 % of its traffic at int8"
+    assert bar == "layer 0: 50.0 % of its traffic above int4"
     assert left is None and outside is None
 
 

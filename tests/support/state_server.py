@@ -99,7 +99,7 @@ def make_state(layers: int = 6, experts: int = 32, polls: int = 0, **changes: An
             "parts": {"process": 400 * MIB, "dense weights": 200 * MIB, "experts": 12 * MIB},
         },
         "expert_memory": {"bytes": 9 * MIB, "least": 7 * MIB, "most": 12 * MIB},
-        "capacity": [14] * layers,
+        "slots": [14 * layers],
         "transitions": {
             "promotions": 1000 + 7 * polls,
             "demotions": 900 + 7 * polls,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from support.files import flip_byte
 
 SHAPE = ModelShape(2, 5, ExpertShape(64, 32))
 PASSES = (3, 4, 1)
+SENSITIVITY = [2.5e-5, 0.0]
 
 
 def given(layer: int, number: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,7 +30,7 @@ def write(root: Path, finish: bool = True) -> None:
         for layer in range(SHAPE.layers):
             writer.add(layer, *given(layer, number, tokens))
     if finish:
-        writer.finish("int8", ["a.txt"])
+        writer.finish("int8", ["a.txt"], SENSITIVITY)
     else:
         writer.close()
 
@@ -36,6 +39,7 @@ def test_inputs_come_back_layer_by_layer(tmp_path: Path) -> None:
     write(tmp_path / "inputs")
     inputs = ExpertInputs.open(tmp_path / "inputs", "model", SHAPE)
     assert inputs.texts == ("a.txt",)
+    assert inputs.sensitivity == tuple(SENSITIVITY)
     for layer in range(SHAPE.layers):
         expected = [torch.cat(each) for each in zip(*(given(layer, n, t) for n, t in enumerate(PASSES)), strict=True)]
         found = inputs.layer(layer)
@@ -76,13 +80,39 @@ def test_what_is_no_whole_calibration_of_this_model_is_refused(tmp_path: Path) -
         ExpertInputs.open(root, "model", SHAPE)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"expert_inputs": 1}, "of version 1, this program reads 2; calibrate again"),
+        ({"sensitivity": [1e-5, -1e-9]}, "inputs.json is damaged"),
+        ({"sensitivity": [1e-5, "NaN"]}, "inputs.json is damaged"),
+        ({"sensitivity": [1e-5]}, "of another model"),
+    ],
+)
+def test_heads_that_say_something_else_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    write(tmp_path)
+    head = json.loads((tmp_path / INPUTS_NAME).read_text())
+    (tmp_path / INPUTS_NAME).write_text(json.dumps({**head, **change}))
+    with pytest.raises(SideFileError, match=words):
+        ExpertInputs.open(tmp_path, "model", SHAPE)
+
+
+def test_an_older_head_is_told_by_its_version_not_by_what_it_lacks(tmp_path: Path) -> None:
+    write(tmp_path)
+    head = json.loads((tmp_path / INPUTS_NAME).read_text())
+    del head["sensitivity"]
+    (tmp_path / INPUTS_NAME).write_text(json.dumps({**head, "expert_inputs": 1}))
+    with pytest.raises(SideFileError, match="calibrate again"):
+        ExpertInputs.open(tmp_path, "model", SHAPE)
+
+
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     writer = InputsWriter(tmp_path / "inputs", "model", SHAPE, 3)
     for layer in range(SHAPE.layers):
         hidden, ids, weights = given(layer, 0, 3)
         hidden[1, 2] = float("nan") if layer else 0
         writer.add(layer, hidden, ids, weights)
-    writer.finish("int8", [])
+    writer.finish("int8", [], SENSITIVITY)
     inputs = ExpertInputs.open(tmp_path / "inputs", "model", SHAPE)
     inputs.layer(0)
     with pytest.raises(SideFileError, match="not finite"):

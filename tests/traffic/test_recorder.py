@@ -16,21 +16,21 @@ def layers() -> list[RoutedLayer]:
 
 
 def test_selections_are_counted_by_phase_and_by_tier() -> None:
-    recorder = TrafficRecorder(SHAPE, "count")
-    high = np.array([True, False, False, False, False, True])
-    recorder.add(layers(), True, high)
-    recorder.add(layers()[1:], False, high)
+    recorder = TrafficRecorder(SHAPE, 2, "count")
+    levels = np.array([0, 1, 1, 1, 1, 0])
+    recorder.add(layers(), True, levels)
+    recorder.add(layers()[1:], False, levels)
     traffic = recorder.collect()
     assert traffic.windows == 2
     assert traffic.prefill.tolist() == [[1, 1, 2], [1, 0, 1]]
     assert traffic.decode.tolist() == [[0, 0, 0], [1, 0, 1]]
-    assert traffic.high.tolist() == [[1, 0, 0], [0, 0, 2]]
+    assert traffic.by_tier[0].tolist() == [1, 2]
     assert recorder.collect().windows == 0
 
 
 def test_mass_adds_routing_weights() -> None:
-    recorder = TrafficRecorder(SHAPE, "mass")
+    recorder = TrafficRecorder(SHAPE, 2, "mass")
     recorder.add(layers(), False, np.zeros(6, bool))
     assert recorder.collect().decode.tolist() == [[0.75, 0.5, 0.75], [1, 0, 1]]
     with pytest.raises(OptionError, match="unknown hotness signal 'luck'; known signals are count, mass"):
-        TrafficRecorder(SHAPE, "luck")
+        TrafficRecorder(SHAPE, 2, "luck")

@@ -19,16 +19,16 @@ from dynaexq.launch_options import LaunchOptions
 from dynaexq.llm import LLM
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 
-SHAPE, TIERS = ModelShape(2, 3, ExpertShape(64, 32)), ("int4", "int2")
-HEAD = MapHead(fingerprint="f", tiers=TIERS, layers=2, experts=3, capacity=[1, 2])
-MAPS = np.random.default_rng(0).random((7, 6)) < 0.4
+SHAPE, TIERS = ModelShape(2, 3, ExpertShape(64, 32)), ("int8", "int4", "int2")
+HEAD = MapHead(fingerprint="f", tiers=TIERS, layers=2, experts=3, slots=(1, 2))
+MAPS = np.random.default_rng(0).integers(0, 3, (7, 6))
 OPTIONS: dict[str, Any] = {"mode": "dynaexq", "high": "int8", "low": "int2", "expert_memory": "9M"}
 
 
 def write(path: Path, maps: Any = MAPS, head: MapHead = HEAD) -> Path:
     recorder = MapRecorder(path, head)
-    for high in maps:
-        recorder.note(high)
+    for levels in maps:
+        recorder.note(levels)
     recorder.close()
     return path
 
@@ -36,27 +36,35 @@ def write(path: Path, maps: Any = MAPS, head: MapHead = HEAD) -> Path:
 def test_maps_come_back_window_by_window(tmp_path: Path) -> None:
     path = write(tmp_path / "map.jsonl", [MAPS[0], MAPS[0], *MAPS])
     found = RecordedMap.load(path, "f", TIERS, SHAPE)
-    for high in (MAPS[0], MAPS[0], *MAPS):
-        assert np.array_equal(found.next(), high)
+    for levels in (MAPS[0], MAPS[0], *MAPS):
+        assert np.array_equal(found.next(), levels)
     with pytest.raises(StoreError, match="ends after 9 windows"):
         found.next()
-    found.check_capacity(np.array([1, 2]))
-    with pytest.raises(StoreError, match="recorded with 3 high slots, this run has 2"):
-        found.check_capacity(np.array([1, 1]))
+    found.check_slots((1, 2))
+    with pytest.raises(StoreError, match=r"recorded with \(1, 2\) high slots, this run has \(2, 1\)"):
+        found.check_slots((2, 1))
 
 
 def test_what_is_no_map_of_this_run_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "map.jsonl")
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
     with pytest.raises(StoreError, match="another model"):
         RecordedMap.load(path, "g", TIERS, SHAPE)
     with pytest.raises(StoreError, match="give the same --high and --low"):
-        RecordedMap.load(path, "f", ("int8", "int2"), SHAPE)
-    for damaged in ("", "{}", "\n".join(lines[:-1]), "\n".join(lines)[:-3], "\n".join([lines[1], *lines])):
+        RecordedMap.load(path, "f", ("int8", "int4", "int3"), SHAPE)
+    for damaged in (
+        "",
+        "{}",
+        "\n".join(lines[:-1]),
+        "\n".join(lines)[:-3],
+        "\n".join([lines[1], *lines]),
+        text.replace("[[", "[[],["),
+    ):
         path.write_text(damaged)
         with pytest.raises(StoreError, match="no whole version map"):
             RecordedMap.load(path, "f", TIERS, SHAPE)
-    path.write_text("\n".join([lines[0], '{"window": 0, "up": [6], "down": []}', '{"windows": 1}']))
+    path.write_text("\n".join([lines[0], '{"window": 0, "to": [[6], [], []]}', '{"windows": 1}']))
     with pytest.raises(StoreError, match="not there"):
         RecordedMap.load(path, "f", TIERS, SHAPE).next()
     other = tmp_path / "notes.txt"

@@ -23,6 +23,7 @@ from dynaexq.cli.output import check_json_target, check_output, progress_bar, re
 from dynaexq.core import OptionError
 from dynaexq.evaluate import read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
+from dynaexq.integrations.transformers.sensitivity import POSITIONS, measure_sensitivity
 from dynaexq.launch import Launch, Opened
 from dynaexq.launch_options import DTYPES
 from dynaexq.plan.memory import Workload
@@ -31,6 +32,10 @@ from dynaexq.traffic.inputs import InputsWriter, check_inputs_target
 
 ENOUGH_TOKENS = 10_000
 """For versions that are fitted to what experts are given."""
+
+SENSITIVITY_TOKENS, SENSITIVITY_WINDOW = 2048, 256
+"""Of all texts together, about, and of a forward pass: what layers' sensitivity is measured on. Each token goes through
+the model once for every layer."""
 
 
 @reports_errors
@@ -61,7 +66,8 @@ def calibrate(
 
     The profile serves --mode static-map (--map) and the start of --mode dynaexq (--ranking), at any tiers. Experts'
     inputs (--inputs) let `prepare --calibration` fit versions to them, which takes a third to a half off what low tiers
-    lose; some ten thousand tokens of the kinds of text you use are enough.
+    lose; some ten thousand tokens of the kinds of text you use are enough. How much errors in each layer matter is
+    measured along with them, on a part of the texts.
 
     Examples:
 
@@ -91,7 +97,8 @@ def calibrate(
     opened = Opened(request.model)
     if window > opened.skeleton.profile.max_context:
         raise OptionError(f"--window {window} is above the model's context of {opened.skeleton.profile.max_context}")
-    work = Workload(window, window, 1, 1, DTYPES[dtype].itemsize, kv_cache=False)
+    logits = POSITIONS if inputs else 1
+    work = Workload(window, window, 1, logits, DTYPES[dtype].itemsize, kv_cache=False)
     plan = opened.plan(request.options, work)
     with progress_bar() as progress:
         launch = opened.launch(request.options, plan, progress)
@@ -99,9 +106,12 @@ def calibrate(
         names = [path.name for path in text]
         writer = _tap_inputs(launch, opened.fingerprint, sum(map(len, streams)), inputs) if inputs else None
         meter, tokens = _measure(launch, streams, window, signal, lambda done, total: progress("routing", done, total))
+        if writer is not None:
+            windows = _sensitivity_windows(streams, window)
+            found = measure_sensitivity(launch.model, windows, lambda done, total: progress("sensitivity", done, total))
+            writer.finish(plan.tier, names, found)
     launch.check_memory()
     if writer is not None:
-        writer.finish(plan.tier, names)
         few = f"; more are better: some {ENOUGH_TOKENS}" if tokens < ENOUGH_TOKENS // 5 else ""
         stderr.print(f"{inputs}: what experts were given by {tokens} tokens, running at {plan.tier}{few}")
     if output is not None:
@@ -138,6 +148,19 @@ def _measure(
                 done += len(part)
                 progress(done, total)
     return meter, done
+
+
+def _sensitivity_windows(streams: list[list[int]], window: int) -> list[list[int]]:
+    """Windows of at most `window` tokens from all over every text."""
+    share = max(1, SENSITIVITY_TOKENS // len(streams))
+    size = min(window, SENSITIVITY_WINDOW, share)
+    count = -(-share // size)
+    steps = [max(size, len(ids) // count) for ids in streams]
+    return [
+        ids[start : start + size]
+        for ids, step in zip(streams, steps, strict=True)
+        for start in range(0, len(ids), step)[:count]
+    ]
 
 
 def _share(meter: TrafficMeter, share: float) -> float:

@@ -73,9 +73,8 @@ def evaluate(
     llm.launch.check_memory()
     plan, report = llm.launch.plan, llm.launch.report()
     speed = result.tokens / seconds
-    tiers = plan.tier if plan.high is None else f"{plan.tier} and {plan.high}"
     stderr.print(
-        f"{plan.mode}, experts at {tiers}: {format_bytes(report['expert_bytes'])}, "
+        f"{plan.mode}, experts at {plan.tiers}: {format_bytes(report['expert_bytes'])}, "
         f"process peak {format_bytes(report['rss_peak_bytes'])}, {speed:.0f} tokens/s"
     )
     if plan.high is not None:

@@ -154,9 +154,8 @@ def _kernel(report: dict[str, Any]) -> str:
 
 def _print_summary(launch: Launch, answer: Answer) -> None:
     report, plan, shape = launch.report(), launch.plan, launch.runtime.experts.shape
-    at = plan.tier if plan.high is None else f"{plan.tier}, {report['experts_high']} of them at {plan.high}"
     stderr.print(
-        f"{plan.mode}: {shape.layers} x {shape.experts} experts at {at} "
+        f"{plan.mode}: {shape.layers} x {shape.experts} experts at {plan.tiers} "
         f"({report['bits_per_expert_weight']:.2f} bits/weight), {_kernel(report)}"
     )
     stderr.print(

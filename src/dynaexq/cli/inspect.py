@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -22,7 +23,10 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check it.")] = False,
     json_target: JsonOption = None,
 ) -> None:
-    """Show a store's tiers, sizes and weight errors; --verify reads everything against its checksums.
+    """Show a store's tiers, sizes and errors; --verify reads everything against its checksums.
+
+    Of a calibrated store, also what each tier is predicted to lose in nats of KL per token with all experts at it, how
+    sensitive layers are, and the experts whose outputs are massive.
 
     Examples:
 
@@ -64,6 +68,11 @@ def _describe(store: ExpertStore) -> dict[str, Any]:
             "errors": store.errors(name),
         }
     described = manifest.model_dump(exclude={"tiers", "dense"})
+    sensitivity = store.sensitivity
+    if sensitivity is not None:
+        for name, predicted in sensitivity.predict().items():
+            tiers[name]["predicted_kl"] = predicted
+        described["super_experts"] = [key._asdict() for key in sensitivity.super_experts]
     return {**described, "dense_bytes": manifest.dense.nbytes if manifest.dense else 0, "tiers": tiers}
 
 
@@ -89,13 +98,21 @@ def _verify(store: ExpertStore) -> list[str]:
 def _print_table(store: ExpertStore, result: dict[str, Any]) -> None:
     manifest = store.manifest
     table = Table(title=f"{store.root} ({manifest.model_type} from {manifest.source})", title_justify="left")
-    for column in ("tier", "size", "bits/weight", "error mean", "error max"):
+    columns = ("tier", "size", "bits/weight", "error mean", "error max")
+    predicted = ("predicted KL",) if store.sensitivity else ()
+    for column in (*columns, *predicted):
         table.add_column(column, justify="left" if column == "tier" else "right")
     for name, tier in result["tiers"].items():
-        numbers = (f"{tier['bits_per_weight']:.2f}", f"{tier['error_mean']:.4f}", f"{tier['error_max']:.4f}")
+        numbers = [f"{tier['bits_per_weight']:.2f}", f"{tier['error_mean']:.4f}", f"{tier['error_max']:.4f}"]
+        numbers += [f"{tier['predicted_kl']:.2g}"] if predicted else []
         table.add_row(name, format_bytes(tier["bytes"]), *numbers)
     stderr.print(table)
     stderr.print(
         f"{manifest.shape.layers} MoE layers of {manifest.experts} experts, groups of {manifest.group_size}, quantizer "
         f"{manifest.quantizer}; dense weights {format_bytes(result['dense_bytes'])}"
     )
+    if store.sensitivity and manifest.calibration:
+        layers = np.array(manifest.calibration.sensitivity)
+        shares = " ".join(f"{each:.2f}" for each in layers / (layers.mean() or 1))
+        massive = ", ".join(f"{key.expert} of layer {key.layer}" for key in store.sensitivity.super_experts)
+        stderr.print(f"sensitivity of layers, relative to their mean: {shares}\nsuper experts: {massive or 'none'}")

@@ -94,7 +94,7 @@ def print_moves(report: dict[str, Any]) -> None:
     stderr.print(
         f"moves: {report['promotions']} promotions, {report['demotions']} demotions, {report['evictions']} evictions, "
         f"{format_bytes(report['bytes_moved'])}; {report['deferred']} deferred, {report['failed']} failed; "
-        f"{100 * report['hot_share_high']:.1f} % of routed traffic at the high tier"
+        f"{100 * report['hot_share_high']:.1f} % of routed traffic above {report['tier']}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_tiers
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
-from dynaexq.core import OptionError
+from dynaexq.core import OptionError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE, with_bases
 from dynaexq.integrations.hub import resolve_model
@@ -19,7 +20,7 @@ from dynaexq.integrations.transformers.calibration import InputCalibration
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
 from dynaexq.plan.memory import format_bytes
 from dynaexq.plan.process import peak_resident_bytes
-from dynaexq.store import MANIFEST_NAME, PrepareOptions, prepare_store
+from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.traffic.inputs import ExpertInputs
 
 
@@ -78,11 +79,16 @@ def prepare(
             inputs.verify(lambda done, total: progress("reading the calibration", done, total))
             fitted = InputCalibration(inputs, source)
         manifest = prepare_store(source, output, options, progress, calibration=fitted)
+    predicted: dict[str, float] = {}
+    with contextlib.suppress(StoreError):  # tiers that were not asked for may be damaged
+        sensitivity = ExpertStore.open(output).sensitivity
+        predicted = sensitivity.predict() if sensitivity else {}
     for name in with_bases(options.tiers):
         info = manifest.tiers[name]
+        loss = f", predicted KL {predicted[name]:.2g} nats per token" if predicted else ""
         stderr.print(
             f"{name}: {format_bytes(info.extent_bytes * manifest.shape.layers * manifest.experts)}, "
-            f"weight error mean {info.error_mean:.4f}, worst expert {info.error_max:.4f}"
+            f"weight error mean {info.error_mean:.4f}, worst expert {info.error_max:.4f}{loss}"
         )
     stderr.print(f"store ready in {output} ({time.perf_counter() - start:.1f} s)")
     if json_target:

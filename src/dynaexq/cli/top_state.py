@@ -111,7 +111,7 @@ class ServerState(BaseModel):
     pinned: list[tuple[int, int, Plain]]
     memory: Memory
     expert_memory: ExpertMemory
-    capacity: list[int]
+    slots: list[int]
     transitions: Transitions
     hot_share_high: float
     hot_share_high_by_layer: list[float] | None

@@ -62,13 +62,13 @@ def _show_tiers(state: ServerState) -> Text:
         text.append(f"{mark} ", style).append(f"{tier.name} ({tier.bits:.4g} bits): {tier.experts:,} experts, ")
         text.append(f"{format_bytes(tier.bytes)}\n")
     if len(state.tiers) > 1:
-        text.append(f"{100 * state.hot_share_high:.1f} % of routed traffic at {state.tiers[0].name}")
+        text.append(f"{100 * state.hot_share_high:.1f} % of routed traffic above {state.tiers[-1].name}")
     text.rstrip()
     return text
 
 
 def _show_moves(state: ServerState, before: ServerState | None) -> Text:
-    if not state.capacity:
+    if not state.slots:
         return Text(f"no expert changes its tier in mode {state.mode}")
     now, passed = state.transitions, state.uptime_seconds - before.uptime_seconds if before else 0.0
 

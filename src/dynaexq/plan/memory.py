@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from dynaexq.core import MemoryLimitError, ModelShape
 from dynaexq.formats import VersionLayout, tier_format, tier_rank
 from dynaexq.kernels.dense import embedding_bytes, packed_bytes
-from dynaexq.residency.layout import PoolPlan, plan_pools
+from dynaexq.plan.versions import VersionPlan, VersionWish, plan_versions
+from dynaexq.store.sensitivity import Sensitivity
 
 MIB = 1 << 20
 KERNEL_SCRATCH_BYTES = 9 * MIB
@@ -76,7 +77,8 @@ class Workload:
 class MemoryPlan:
     """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes).
 
-    `tier` is that of every expert, or of those that are not at `high`; `pools` says how many can be there.
+    `tier` is that of every expert, or the lowest that experts have; `high` the highest, `versions` how many can be at
+    each tier, and `room` the bytes that were to be spent on them.
     """
 
     mode: str
@@ -85,7 +87,16 @@ class MemoryPlan:
     fixed: dict[str, int]
     expert_bytes: int
     high: str | None = None
-    pools: PoolPlan | None = None
+    versions: VersionPlan | None = None
+    room: int = 0
+
+    @property
+    def tiers(self) -> str:
+        """The tiers of experts, and how many can be above the lowest, for people."""
+        if self.versions is None:
+            return self.tier
+        pairs = zip(self.versions.tiers, self.versions.pools.slots, strict=False)
+        return ", ".join([self.tier, *(f"{count} of them at {tier}" for tier, count in pairs)])
 
     @property
     def total(self) -> int:
@@ -135,7 +146,11 @@ def dense_bytes(profile: ModelProfile, work: Workload) -> int:
 
 def expert_bytes(shape: ModelShape, tier: str, group_size: int) -> int:
     """Bytes of every expert at `tier`, padding included."""
-    return VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes * shape.layers * shape.experts
+    return _extent_bytes(shape, tier, group_size) * shape.layers * shape.experts
+
+
+def _extent_bytes(shape: ModelShape, tier: str, group_size: int) -> int:
+    return VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes
 
 
 def choose_tier(
@@ -171,20 +186,24 @@ def choose_tier(
 def add_high(
     plan: MemoryPlan,
     shape: ModelShape,
-    high: str,
+    wish: VersionWish,
     group_size: int,
     expert_memory: int | None,
-    layout: str = "replace",
-    spare: int | None = None,
+    known: Sensitivity | None,
 ) -> MemoryPlan | None:
-    """`plan` with the room it leaves spent on experts at `high`; None where not one fits."""
-    sizes = [VersionLayout.of(tier_format(tier, group_size), shape.expert).extent_bytes for tier in (high, plan.tier)]
+    """`plan` with the room it leaves spent on experts above its tier; None where not one fits.
+
+    Raises:
+        OptionError: see plan_versions.
+    """
     room = plan.limit - sum(plan.fixed.values())
     pool = room if expert_memory is None else min(room, expert_memory)
-    pools = plan_pools(shape, sizes[0], sizes[1], pool, layout, spare)
-    if pools.high_blocks == 0:
+    versions = plan_versions(shape, lambda tier: _extent_bytes(shape, tier, group_size), wish, pool, known)
+    if versions.pools.raised == 0:
         return None
-    return replace(plan, mode="dynaexq", high=high, expert_bytes=pools.nbytes, pools=pools)
+    return replace(
+        plan, mode="dynaexq", high=versions.tiers[0], expert_bytes=versions.pools.nbytes, versions=versions, room=pool
+    )
 
 
 def format_bytes(nbytes: float) -> str:

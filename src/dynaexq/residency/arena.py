@@ -17,6 +17,7 @@ from dynaexq.formats.codec import Base
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import HandleWords
 from dynaexq.residency.pool import BlockPool
+from dynaexq.store.sensitivity import Sensitivity
 
 READERS = 4
 
@@ -31,6 +32,10 @@ class VersionSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of the checkpoint that the versions were made from."""
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """What versions lose, where calibration measured it."""
 
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier."""

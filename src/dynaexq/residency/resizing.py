@@ -1,54 +1,61 @@
 """Fewer high slots while the model runs, and back: memory goes back to the system, and nobody waits for it.
 
-The arena stays; what moves is the border between its pools. A high block that is given up becomes a low block by its
-beginning, and the rest of its pages are released. Where low versions stay resident anyway, all of it is released.
+The arena stays; what moves is the border between its pools. A block of a higher tier that is given up becomes a low
+block by its beginning, and the rest of its pages are released. Where low versions stay resident anyway, all of it is.
 """
 
 from __future__ import annotations
 
 from dynaexq.core import OptionError
-from dynaexq.residency.layout import Capacity
-from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
+from dynaexq.residency.layout import PoolPlan
+from dynaexq.residency.versions import VersionedExperts
+
+Slots = tuple[int, ...]
+"""Experts that can be at each tier but the lowest, from the highest down."""
 
 
 class PoolBorder:
-    """Brings the pools of `experts` to a wanted number of high slots, step by step. Called by the control thread."""
+    """Brings the pools of `experts` to wanted numbers of slots, step by step. Called by the control thread."""
 
     def __init__(self, experts: VersionedExperts) -> None:
         self._experts = experts
-        self._most: Capacity = experts.capacity.copy()
-        self._lent: set[int] = set()  # offsets of high blocks that were given up
-        self._each = experts.layouts[HIGH].extent_bytes
-        if not experts.keep_low:
-            self._each -= experts.layouts[LOW].extent_bytes
+        self._wanted: Slots = experts.plan.slots
+        self._lent: dict[int, int] = {}  # offset of a block that was given up -> its level
+        sizes = experts.plan.sizes
+        self._each = [size - (0 if experts.keep_low else sizes[-1]) for size in sizes[:-1]]
 
     @property
-    def most(self) -> Capacity:
-        """High slots by layer that there is memory for."""
-        return self._most
+    def plan(self) -> PoolPlan:
+        """The pools as they were planned."""
+        return self._experts.plan
 
     @property
-    def wanted(self) -> Capacity:
-        """High slots by layer that are allowed now."""
-        return self._experts.capacity
+    def most(self) -> Slots:
+        """Slots that there is memory for."""
+        return self._experts.plan.slots
+
+    @property
+    def wanted(self) -> Slots:
+        """Slots that are allowed now."""
+        return self._wanted
 
     @property
     def wanted_bytes(self) -> int:
         """Expert memory with those."""
-        return self.most_bytes - int(self._most.sum() - self.wanted.sum()) * self._each
+        return self.most_bytes - self._freed_by(self._wanted)
 
     @property
     def least_bytes(self) -> int:
-        """Expert memory without any high slot."""
-        return self.most_bytes - int(self._most.sum()) * self._each
+        """Expert memory with every expert at the lowest tier."""
+        return self.most_bytes - self._freed_by((0,) * len(self.most))
 
     @property
     def most_bytes(self) -> int:
-        """Expert memory with all of them."""
+        """Expert memory with all slots."""
         return self._experts.arena.nbytes
 
-    def slots_within(self, nbytes: int) -> int:
-        """High slots that `nbytes` of expert memory afford.
+    def slots_within(self, nbytes: int) -> Slots:
+        """The slots that `nbytes` of expert memory afford; the highest go first, they bring least for their bytes.
 
         Raises:
             OptionError: not even the low tier fits, or the plan has less.
@@ -58,55 +65,71 @@ class PoolBorder:
                 f"{nbytes} bytes of expert memory: this run can have {self.least_bytes} (all experts low) to "
                 f"{self.most_bytes} (as planned at its start)"
             )
-        return int(self._most.sum()) - -(-(self.most_bytes - nbytes) // self._each)
+        left, missing = list(self.most), self.most_bytes - nbytes
+        for level, each in enumerate(self._each):
+            gone = min(left[level], -(-missing // each))
+            left[level] -= gone
+            missing = max(0, missing - gone * each)
+        return tuple(left)
 
-    def want(self, capacity: Capacity) -> None:
-        """Allow `capacity` [layers] high slots from now on; who is high beyond that must be demoted by the policy.
+    def want(self, slots: Slots) -> None:
+        """Allow `slots` from now on; who is above its tier beyond that must be demoted by the policy.
 
         Raises:
             OptionError: more than at the start.
         """
-        if (capacity > self._most).any():
-            raise OptionError(f"{capacity.sum()} high slots are more than the {self._most.sum()} the plan has room for")
-        self._experts.capacity = capacity
+        if any(count > most for count, most in zip(slots, self.most, strict=True)):
+            raise OptionError(f"{sum(slots)} high slots are more than the {sum(self.most)} the plan has room for")
+        self._wanted = slots
 
     def step(self) -> None:
         """Do what can be done now."""
-        high = self._experts.pools[HIGH]
-        target = int(self._experts.capacity.sum())
-        while high.capacity > target and high.free:
-            self._give_up(high.free_offsets[-1])
-        while high.capacity < target and self._bring_back():
-            pass
-        self._move_out(target - high.capacity)
+        plan = self._experts.plan
+        for level, most in enumerate(plan.slots):
+            pool, target = self._experts.pools[level], plan.blocks[level] - most + self._wanted[level]
+            while pool.capacity > target and pool.free:
+                self._give_up(level, pool.free_offsets[-1])
+            while pool.capacity < target and self._bring_back(level):
+                pass
+            self._move_out(level, target - pool.capacity)
 
-    def _give_up(self, offset: int) -> None:
+    def _freed_by(self, slots: Slots) -> int:
+        pairs = zip(self.most, slots, self._each, strict=True)
+        return sum((most - count) * each for most, count, each in pairs)
+
+    def _give_up(self, level: int, offset: int) -> None:
         experts = self._experts
-        experts.pools[HIGH].withdraw(offset)
-        self._lent.add(offset)
+        experts.pools[level].withdraw(offset)
+        self._lent[offset] = level
         if not experts.keep_low:
-            experts.pools[LOW].adopt(offset)
-        experts.release_memory(offset + experts.layouts[HIGH].extent_bytes - self._each, self._each)
+            experts.pools[experts.lowest].adopt(offset)
+        each = self._each[level]
+        experts.release_memory(offset + experts.layouts[level].extent_bytes - each, each)
 
-    def _bring_back(self) -> bool:
-        """Make one free block that was given up a high block again; False where there is none, or no budget."""
-        experts = self._experts
-        free = self._lent if experts.keep_low else self._lent.intersection(experts.pools[LOW].free_offsets)
-        if not free or not experts.regain_memory(self._each):
+    def _bring_back(self, level: int) -> bool:
+        """Make one free block that was given up a block of `level` again; False where there is none, or no budget."""
+        experts, low = self._experts, self._experts.pools[self._experts.lowest]
+        lent = self._lent_of(level)
+        free = lent if experts.keep_low else lent.intersection(low.free_offsets)
+        if not free or not experts.regain_memory(self._each[level]):
             return False
         offset = min(free)
         if not experts.keep_low:
-            experts.pools[LOW].withdraw(offset)
-        self._lent.remove(offset)
-        experts.pools[HIGH].adopt(offset)
+            low.withdraw(offset)
+        del self._lent[offset]
+        experts.pools[level].adopt(offset)
         return True
 
-    def _move_out(self, missing: int) -> None:
-        """Move low versions out of as many blocks as are still to be brought back."""
+    def _move_out(self, level: int, missing: int) -> None:
+        """Move low versions out of as many blocks of `level` as are still to be brought back."""
         if missing <= 0 or self._experts.keep_low:
             return
-        leaving = sum(item.offset in self._lent for item in self._experts.retired)
-        for key in self._experts.resting_low(self._lent):
+        lent = self._lent_of(level)
+        leaving = sum(item.offset in lent for item in self._experts.retired)
+        for key in self._experts.resting_low(lent):
             if leaving >= missing or not self._experts.relocate(key):
                 return
             leaving += 1
+
+    def _lent_of(self, level: int) -> set[int]:
+        return {offset for offset, origin in self._lent.items() if origin == level}

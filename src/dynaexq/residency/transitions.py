@@ -1,4 +1,4 @@
-"""The transition pipeline: wanted high sets become copies, publishes and reclaims, never making anyone wait.
+"""The transition pipeline: wanted levels become copies, publishes and reclaims, never making anyone wait.
 
 Each `step` does what can be done now: reclaim, take in finished copies, admit new ones. Time is an argument.
 (dynaexq paper, section 3.)
@@ -16,9 +16,9 @@ from dynaexq.core import ExpertKey, OptionError, Residency
 from dynaexq.device.copies import CopyEngine
 from dynaexq.residency.arena import VersionSource
 from dynaexq.residency.resizing import PoolBorder
-from dynaexq.residency.versions import HIGH, LOW, VersionedExperts
+from dynaexq.residency.versions import Levels, VersionedExperts
 
-RESTING = {HIGH: Residency.RESIDENT_HI, LOW: Residency.RESIDENT_LO}
+RESTING = (Residency.RESIDENT_HI, Residency.RESIDENT_LO)
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 60.0
 NO_RETRY = (0.0, FIRST_BACKOFF)
 
@@ -60,50 +60,50 @@ class LinkUse(NamedTuple):
 
 
 class TransitionPipeline:
-    """Moves experts toward a wanted high set. Every method is called by the control thread."""
+    """Moves experts toward wanted levels. Every method is called by the control thread."""
 
     def __init__(
         self,
         experts: VersionedExperts,
         source: VersionSource,
-        tiers: tuple[str, str],
+        border: PoolBorder,
         engine: CopyEngine,
         limit: RateLimit,
         report_failure: Callable[[str], None],
     ) -> None:
         limit.check()
         self.counters = Counters()
-        self.border = PoolBorder(experts)
+        self.border = border
         self.promotions_by_layer, self.demotions_by_layer = (np.zeros(experts.shape.layers, np.int64) for _ in range(2))
         self._experts = experts
         self._source = source
-        self._tiers = tiers
         self._engine = engine
         self._limit = limit
         self._report_failure = report_failure
-        self._wanted = experts.high_mask()
-        self._promotions: list[int] = []  # numbers of experts, see ModelShape.index
-        self._demotions: list[int] = []
+        self._wanted = experts.levels()
+        self._promotions: list[list[int]] = [[] for _ in experts.pools]  # by level: experts, see ModelShape.index
+        self._demotions: list[list[int]] = [[] for _ in experts.pools]
         self._in_flight: dict[int, ExpertKey] = {}
         self._deferred: set[ExpertKey] = set()
         self._retry: dict[ExpertKey, tuple[float, float]] = {}  # not before, next back-off
         self._next_ticket = 0
         self._paid_until = self._stepped = 0.0
 
-    def want(self, wanted: np.ndarray[Any, np.dtype[np.bool_]], scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Replace the update queue by what `wanted` [layers, experts] asks for, hottest in and coldest out first.
+    def want(self, wanted: Levels, gains: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Replace the update queue by what `wanted` [layers, experts] asks for, highest gain in and lowest out first.
 
         A transfer in flight counts as done; one that turns out unwanted is queued to be taken back.
         """
-        current = self.pending_mask
+        current = self.pending_levels
         self._wanted = wanted
-        self._promotions = _line_up(wanted & ~current, -scores)
-        self._demotions = _line_up(current & ~wanted, scores)
+        for level in range(len(self._experts.pools)):
+            self._promotions[level] = _line_up((wanted == level) & (current > level), -gains)
+            self._demotions[level] = _line_up((wanted == level) & (current < level), gains)
 
     @property
     def idle(self) -> bool:
         """Nothing queued, moving, or waiting to be reclaimed."""
-        return not (self._promotions or self._demotions or self._in_flight or self._experts.retired)
+        return not (self._queued or self._in_flight or self._experts.retired)
 
     @property
     def busy(self) -> bool:
@@ -116,12 +116,14 @@ class TransitionPipeline:
         return bool(self._experts.retired)
 
     @property
-    def pending_mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """The high set in force or on its way, [layers, experts]: what a policy compares with."""
-        mask = self._experts.high_mask()
+    def pending_levels(self) -> Levels:
+        """Levels in force or on their way, [layers, experts]: what a policy compares with."""
+        levels = self._experts.levels()
         for key in self._in_flight.values():
-            mask[key] = self._experts.entries[key].state is Residency.PROMOTING
-        return mask
+            filling = self._experts.entries[key].filling
+            assert filling is not None
+            levels[key] = filling.level
+        return levels
 
     @property
     def moving(self) -> list[ExpertKey]:
@@ -151,7 +153,7 @@ class TransitionPipeline:
         """When a transition can start that the last step held back for rate or back-off; None: none was held back."""
         if len(self._in_flight) >= self._limit.in_flight:
             return None
-        if not (self._promotions or self._demotions):
+        if not self._queued:
             return None
         if self._paid_until > self._stepped:
             return self._paid_until
@@ -169,50 +171,56 @@ class TransitionPipeline:
         self.border.step()
         self._admit(now)
 
+    @property
+    def _queued(self) -> bool:
+        return any(self._promotions) or any(self._demotions)
+
     def _take_completions(self, now: float) -> None:
         for ticket, error in self._engine.completed():
             key = self._in_flight.pop(ticket)
-            promoting = self._experts.entries[key].state is Residency.PROMOTING
+            entry = self._experts.entries[key]
+            assert entry.filling is not None
+            level, promoting = entry.filling.level, entry.state is Residency.PROMOTING
             if error is not None:
                 self._experts.abandon(key)
-                self._fail(key, error, now, promoting)
+                self._fail(key, error, now, level)
                 continue
             self._retry.pop(key, None)
             self._experts.finish(key)
-            self.counters.bytes_moved += self._experts.layouts[HIGH if promoting else LOW].extent_bytes
+            self.counters.bytes_moved += self._experts.layouts[level].extent_bytes
             self._count(key, promoting)
 
     def _admit(self, now: float) -> None:
         """Demotions first: their blocks make promotions feasible."""
-        if self._experts.keep_low:
-            self._demotions = [number for number in self._demotions if not self._drop(self._key(number))]
-        else:
-            self._demotions = self._start_some(self._demotions, LOW, now)
-        self._promotions = self._start_some(self._promotions, HIGH, now)
+        for level, queue in enumerate(self._demotions):
+            if self._experts.keep_low:
+                self._demotions[level] = [number for number in queue if not self._drop(self._key(number))]
+            else:
+                self._demotions[level] = self._start_some(queue, level, now)
+        for level, queue in enumerate(self._promotions):
+            self._promotions[level] = self._start_some(queue, level, now)
 
     def _key(self, number: int) -> ExpertKey:
         return ExpertKey(*divmod(number, self._experts.shape.experts))
 
-    def _start_some(self, queue: list[int], pool: int, now: float) -> list[int]:
+    def _start_some(self, queue: list[int], level: int, now: float) -> list[int]:
         """Start what limits and free blocks allow, from the head of the line; returns what is left of it."""
-        before, after = RESTING[LOW if pool == HIGH else HIGH], RESTING[pool]
         left: list[int] = []
         for place, number in enumerate(queue):
             if now < self._paid_until or len(self._in_flight) >= self._limit.in_flight:
                 return left + queue[place:]
             key = self._key(number)
-            state = self._experts.entries[key].state
-            if state is after:
+            entry = self._experts.entries[key]
+            if entry.state in RESTING and entry.level == level:
                 continue
-            if state is before and now >= self._retry.get(key, NO_RETRY)[0]:
-                offset = self._experts.try_begin(key, pool == HIGH)
-                if offset is not None:
-                    self._submit(key, pool, offset, now)
-                    continue
-                self.counters.deferred += key not in self._deferred
-                self._deferred.add(key)
-                if self._experts.pools[pool].free == 0:
+            if entry.state in RESTING and now >= self._retry.get(key, NO_RETRY)[0]:
+                offset = self._experts.try_begin(key, level)
+                if offset is None:
+                    self.counters.deferred += key not in self._deferred
+                    self._deferred.add(key)
                     return left + queue[place:]
+                self._submit(key, level, offset, now)
+                continue
             left.append(number)
         return left
 
@@ -222,16 +230,16 @@ class TransitionPipeline:
         if state is Residency.RESIDENT_HI:
             self._experts.drop_high(key)
             self._count(key, promoted=False)
-        return state in RESTING.values()
+        return state in RESTING
 
     def _count(self, key: ExpertKey, promoted: bool) -> None:
         self.counters.promotions += promoted
         self.counters.demotions += not promoted
         (self.promotions_by_layer if promoted else self.demotions_by_layer)[key.layer] += 1
 
-    def _submit(self, key: ExpertKey, pool: int, offset: int, now: float) -> None:
-        destination = self._experts.destination(pool, offset)
-        tier, source = self._tiers[pool], self._source
+    def _submit(self, key: ExpertKey, level: int, offset: int, now: float) -> None:
+        destination = self._experts.destination(level, offset)
+        tier, source = self._experts.tiers[level], self._source
         if self._limit.bytes_per_second is not None:
             self._paid_until = max(now, self._paid_until) + destination.nbytes / self._limit.bytes_per_second
         self._deferred.discard(key)
@@ -239,12 +247,13 @@ class TransitionPipeline:
         self._engine.submit(self._next_ticket, destination.nbytes, lambda: source.read_into(key, tier, destination))
         self._next_ticket += 1
 
-    def _fail(self, key: ExpertKey, error: Exception, now: float, promoting: bool) -> None:
+    def _fail(self, key: ExpertKey, error: Exception, now: float, level: int) -> None:
         self.counters.failed += 1
         backoff = self._retry.get(key, NO_RETRY)[1]
         self._retry[key] = now + backoff, min(2 * backoff, LAST_BACKOFF)
-        if self._wanted[key] == promoting:
-            (self._promotions if promoting else self._demotions).append(self._experts.shape.index(key))
+        if self._wanted[key] == level:
+            queues = self._promotions if level < self._experts.entries[key].level else self._demotions
+            queues[level].append(self._experts.shape.index(key))
         expert = f"expert {key.expert} of MoE layer {key.layer}"
         self._report_failure(f"{expert}: {error}; its version in force stays, next try in {backoff:g} s")
 

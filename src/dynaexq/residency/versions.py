@@ -7,7 +7,7 @@ One thread, the control thread, calls everything that changes state; any thread 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,147 +21,150 @@ from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.layout import PoolPlan
 from dynaexq.residency.pool import BlockPool
 
-Mask = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+Levels = np.ndarray[tuple[int, int], np.dtype[np.int8]]
+"""Place of every expert's tier in the format table, [layers, experts]: 0 is the highest tier."""
 
-HIGH, LOW = 0, 1
-"""Indexes into the format table, the pools and the layouts."""
+HIGHEST = 0
 
 
 class Retired(NamedTuple):
-    """A block whose handle was switched away at `epoch`."""
+    """A block of the pool of `level` whose handle was switched away at `epoch`."""
 
     key: ExpertKey
-    pool: int
+    level: int
     offset: int
     epoch: int
 
 
+class Filling(NamedTuple):
+    """A block on its way to be the version of `level`."""
+
+    level: int
+    offset: int
+
+
 @dataclass
 class Entry:
-    """Metadata of one expert: its state, its block by pool (None: not resident), and the block being filled."""
+    """Metadata of one expert: its state, the level in force, its block by level (None: not resident), and the block
+    being filled."""
 
     state: Residency
+    level: int
     blocks: list[int | None]
-    filling: int | None = None
+    filling: Filling | None = None
 
 
 class VersionedExperts(ExpertArena):
-    """All experts at a low or a high tier, within two pools of fixed blocks.
+    """All experts at one of several tiers, within a pool of fixed blocks for each.
 
-    The plan says how many blocks each pool has, how many experts of a layer can be high, and whether the low version
-    stays resident under a high one (a demotion then copies nothing) or gives its block up (fewer bytes). It stays where
-    the high tier is nested in the low one: a block of the high pool then holds what the low version lacks.
-
-    `shares_by_layer` False lets a layer have more high experts for a moment: between two given maps, both of which keep
-    to the plan, a way may lead through more of one layer and fewer of another only.
+    The plan says how many blocks each pool has, and whether the low version stays resident under a high one (a
+    demotion then copies nothing; two tiers only) or gives its block up (fewer bytes). It stays where the high tier is
+    nested in the low one: a block of the high pool then holds what the low version lacks.
     """
 
     def __init__(
-        self, source: VersionSource, tiers: tuple[str, str], plan: PoolPlan, device: Device, budget: BudgetTracker
+        self, source: VersionSource, tiers: Sequence[str], plan: PoolPlan, device: Device, budget: BudgetTracker
     ) -> None:
-        """Reserve and allocate the arena. Raises MemoryLimitError when it does not fit the budget."""
+        """Reserve and allocate the arena for `tiers`, from the highest down.
+
+        Raises:
+            MemoryLimitError: it does not fit the budget.
+        """
         super().__init__(source.shape, [source.format(tier) for tier in tiers])
-        assert [layout.extent_bytes for layout in self.layouts] == [plan.high_bytes, plan.low_bytes]
-        self.capacity = self._most = plan.capacity
-        self.shares_by_layer = True
+        assert tuple(layout.extent_bytes for layout in self.layouts) == plan.sizes
+        self.tiers = tuple(tiers)
+        self.lowest = len(tiers) - 1
+        self.plan = plan
         self.keep_low = plan.keep_low
-        self.nested = self.bases[HIGH] is not None
+        self.nested = self.bases[HIGHEST] is not None
         assert self.keep_low or not self.nested, "a nested version needs the one it refines"
-        high_end = plan.high_bytes * plan.high_blocks
-        self.pools = [
-            BlockPool(0, plan.high_bytes, plan.high_blocks),
-            BlockPool(high_end, plan.low_bytes, plan.low_blocks),
-        ]
+        assert not self.keep_low or len(tiers) == 2
+        ends = np.cumsum([0, *(size * count for size, count in zip(plan.sizes, plan.blocks, strict=True))]).tolist()
+        self.pools = [BlockPool(*each) for each in zip(ends[:-1], plan.sizes, plan.blocks, strict=True)]
         self.allocate(plan.nbytes, device, budget)
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
-        self._high_counts = np.zeros(self.shape.layers, np.int64)
-        self._high: Mask = np.zeros((self.shape.layers, self.shape.experts), np.bool_)
+        self._levels: Levels = np.full((self.shape.layers, self.shape.experts), self.lowest, np.int8)
 
-    def destination(self, pool: int, offset: int) -> Bytes:
+    def destination(self, level: int, offset: int) -> Bytes:
         """The block at `offset`, to be filled."""
-        return self.arena.host_view(offset, self.pools[pool].block_bytes)
+        return self.arena.host_view(offset, self.pools[level].block_bytes)
 
-    def place(self, key: ExpertKey, pool: int) -> int:
-        """Give an expert that has no version yet a block of `pool`, at start-up; `settle` publishes it once filled."""
-        offset = self.pools[pool].take()
+    def place(self, key: ExpertKey, level: int) -> int:
+        """Give an expert that has no version yet a block of a level, at start-up; `settle` publishes it once filled."""
+        offset = self.pools[level].take()
         assert offset is not None, "the pools hold every expert"
-        entry = self.entries.setdefault(key, Entry(Residency.RESIDENT_LO, [None, None]))
-        entry.blocks[pool] = offset
+        entry = self.entries.setdefault(key, Entry(Residency.RESIDENT_LO, self.lowest, [None] * len(self.pools)))
+        entry.blocks[level] = offset
         return offset
 
     def settle(self, key: ExpertKey) -> None:
         """Put the best version that `place` made resident in force."""
         entry = self.entries[key]
-        pool = HIGH if entry.blocks[HIGH] is not None else LOW
-        entry.state = Residency.RESIDENT_HI if pool == HIGH else Residency.RESIDENT_LO
-        self._high_counts[key.layer] += pool == HIGH
-        self._publish(key, pool)
+        entry.level = next(level for level, block in enumerate(entry.blocks) if block is not None)
+        entry.state = self._at_rest(entry)
+        self._publish(key)
 
-    def try_begin(self, key: ExpertKey, to_high: bool) -> int | None:
-        """Reserve a block for a transfer and mark it as begun; None, and no change, where there is none.
+    def try_begin(self, key: ExpertKey, level: int) -> int | None:
+        """Reserve a block for a transfer to `level` and mark it as begun; None, and no change, where there is none.
 
         Returns the block's offset, to be filled; `finish` or `abandon` must follow.
         """
         entry = self.entries[key]
-        pool = HIGH if to_high else LOW
-        if to_high and self.shares_by_layer and self._high_counts[key.layer] >= self.capacity[key.layer]:
-            return None
-        offset = self.pools[pool].take()
+        assert level != entry.level
+        offset = self.pools[level].take()
         if offset is None:
             return None
-        self._move(entry, Residency.PROMOTING if to_high else Residency.DEMOTING)
-        self._high_counts[key.layer] += to_high
-        entry.filling = offset
+        self._move(entry, Residency.PROMOTING if level < entry.level else Residency.DEMOTING)
+        entry.filling = Filling(level, offset)
         return offset
 
     def finish(self, key: ExpertKey) -> None:
         """The transfer is complete and checked: publish it, and retire what it replaces."""
-        entry = self.entries[key]
-        to_high = entry.state is Residency.PROMOTING
-        pool, other = (HIGH, LOW) if to_high else (LOW, HIGH)
-        entry.blocks[pool], entry.filling = entry.filling, None
-        epoch = self._publish(key, pool)
-        if to_high and self.keep_low:
+        entry, before = self.entries[key], self.entries[key].level
+        assert entry.filling is not None
+        entry.level = entry.filling.level
+        entry.blocks[entry.level], entry.filling = entry.filling.offset, None
+        epoch = self._publish(key)
+        if self.keep_low and entry.level == HIGHEST:
             self._move(entry, Residency.RESIDENT_HI)
         else:
-            self._retire(key, entry, other, epoch)
+            self._retire(key, before, epoch)
 
     def abandon(self, key: ExpertKey) -> None:
         """The transfer failed: the old version stays in force, the block is free again."""
         entry = self.entries[key]
-        to_high = entry.state is Residency.PROMOTING
         assert entry.filling is not None
-        self.pools[HIGH if to_high else LOW].give_back(entry.filling)
+        self.pools[entry.filling.level].give_back(entry.filling.offset)
         entry.filling = None
-        self._high_counts[key.layer] -= to_high
-        self._move(entry, Residency.RESIDENT_LO if to_high else Residency.RESIDENT_HI)
+        self._move(entry, self._at_rest(entry))
 
     def drop_high(self, key: ExpertKey) -> None:
         """Demote where the low version is resident: switch the handle, copy nothing."""
         entry = self.entries[key]
-        assert self.keep_low and entry.blocks[LOW] is not None
-        self._retire(key, entry, HIGH, self._publish(key, LOW))
+        assert self.keep_low and entry.blocks[self.lowest] is not None and entry.level == HIGHEST
+        entry.level = self.lowest
+        self._retire(key, HIGHEST, self._publish(key))
 
     def resting_low(self, offsets: set[int]) -> list[ExpertKey]:
         """Experts at rest whose low version is in one of the blocks at `offsets`."""
         return [
             key
             for key, entry in self.entries.items()
-            if entry.state is Residency.RESIDENT_LO and entry.blocks[LOW] in offsets
+            if entry.state is Residency.RESIDENT_LO and entry.blocks[self.lowest] in offsets
         ]
 
     def relocate(self, key: ExpertKey) -> bool:
         """Copy the low version of an expert at rest to a free low block and retire its old one; False: none is free."""
         entry = self.entries[key]
-        old, new = entry.blocks[LOW], self.pools[LOW].take()
+        old, new = entry.blocks[self.lowest], self.pools[self.lowest].take()
         assert entry.state is Residency.RESIDENT_LO and old is not None
         if new is None:
             return False
-        self.destination(LOW, new)[:] = self.destination(LOW, old)
-        entry.blocks[LOW] = new
+        self.destination(self.lowest, new)[:] = self.destination(self.lowest, old)
+        entry.blocks[self.lowest] = new
         self._move(entry, Residency.EVICTING)
-        self.retired.append(Retired(key, LOW, old, self._publish(key, LOW)))
+        self.retired.append(Retired(key, self.lowest, old, self._publish(key)))
         return True
 
     def reclaim(self) -> int:
@@ -173,64 +176,80 @@ class VersionedExperts(ExpertArena):
                 self.retired.append(item)
                 continue
             entry = self.entries[item.key]
-            self.pools[item.pool].give_back(item.offset)
-            self._high_counts[item.key.layer] -= item.pool == HIGH
-            self._move(entry, Residency.RESIDENT_LO if entry.blocks[HIGH] is None else Residency.RESIDENT_HI)
+            self.pools[item.level].give_back(item.offset)
+            self._move(entry, self._at_rest(entry))
             freed += 1
         return freed
 
-    def high_mask(self) -> Mask:
-        """Experts whose handle is on the high version, [layers, experts]."""
-        return self._high.copy()
+    def levels(self) -> Levels:
+        """Levels of the versions in force, [layers, experts]."""
+        return self._levels.copy()
+
+    def find_detour(self, wanted: Levels) -> Levels | None:
+        """Levels [layers, experts] that make a pool free where the way to `wanted` is blocked; None: none can.
+
+        An expert that sits where another one is wanted goes to a pool that has a free block, for the time being. Needed
+        between maps in the midst of exchanges only: from any map, those that keep to the plan's slots are reached.
+        """
+        blocked = self._levels != wanted
+        sought = np.isin(self._levels, np.unique(wanted[blocked])) & blocked
+        free = [level for level, pool in enumerate(self.pools) if pool.free]
+        if not sought.any() or not free:
+            return None
+        detour = self._levels.copy()
+        detour.flat[np.flatnonzero(sought)[0]] = free[0]
+        return detour
 
     def check_integrity(self) -> None:
-        """Assert the invariants: each handle on a complete block of its own, capacities kept, no block lost."""
+        """Assert the invariants: each handle on a complete block of its own, pools kept, no block lost."""
         window, words = self.handles.pin()
         handles = {key: decode_handle(int(words[self.shape.index(key)])) for key in self.entries}
         self.handles.release(window)
-        held: list[list[int]] = [[], []]
-        highs = np.zeros(self.shape.layers, np.int64)
+        held: list[list[int]] = [[] for _ in self.pools]
         for key, entry in self.entries.items():
             handle = handles[key]
             seen = handle if handle.residual is None else handle._replace(offset=handle.residual)
-            assert entry.blocks[handle.format_index] == seen.offset, f"{key}: the handle is not on a resident version"
-            assert handle.residual is None or entry.blocks[LOW] == handle.offset, f"{key}: not on its own low version"
-            assert (handle.residual is not None) is (self.nested and handle.format_index == HIGH)
-            assert handle.format_index == (HIGH if entry.blocks[HIGH] is not None else LOW)
-            assert self._high[key] == (handle.format_index == HIGH)
+            assert handle.format_index == entry.level == self._levels[key]
+            assert entry.blocks[entry.level] == seen.offset, f"{key}: the handle is not on a resident version"
+            assert handle.residual is None or entry.blocks[self.lowest] == handle.offset, f"{key}: not on its own low"
+            assert (handle.residual is not None) is (self.nested and handle.format_index == HIGHEST)
             moving = entry.state in (Residency.PROMOTING, Residency.DEMOTING)
             assert (entry.filling is not None) is moving, f"{key}: {entry.state} with {entry.filling}"
-            if not self.keep_low:
-                assert sum(block is not None for block in entry.blocks) == 1
-            for pool in (HIGH, LOW):
-                held[pool] += [block for block in (entry.blocks[pool],) if block is not None]
+            if entry.state in (Residency.RESIDENT_LO, Residency.RESIDENT_HI):
+                assert entry.state is self._at_rest(entry)
+            resident = [level for level, block in enumerate(entry.blocks) if block is not None]
+            assert resident == ([HIGHEST, self.lowest] if self.keep_low and entry.level == HIGHEST else [entry.level])
+            for level in resident:
+                held[level].append(entry.blocks[level] or 0)
             if entry.filling is not None:
-                held[HIGH if entry.state is Residency.PROMOTING else LOW].append(entry.filling)
-            highs[key.layer] += entry.blocks[HIGH] is not None or entry.state is Residency.PROMOTING
+                assert (entry.filling.level < entry.level) is (entry.state is Residency.PROMOTING)
+                held[entry.filling.level].append(entry.filling.offset)
         for item in self.retired:
-            held[item.pool].append(item.offset)
-            highs[item.key.layer] += item.pool == HIGH
+            held[item.level].append(item.offset)
             assert self.entries[item.key].state is Residency.EVICTING
         assert len(self.retired) == sum(entry.state is Residency.EVICTING for entry in self.entries.values())
-        assert np.array_equal(highs, self._high_counts)
-        assert not self.shares_by_layer or (highs <= self._most).all()
         for blocks, offsets in zip(self.pools, held, strict=True):
             blocks.check_integrity()
             assert len(set(offsets)) == len(offsets) == blocks.capacity - blocks.free, "a block is lost or in two hands"
 
-    def _publish(self, key: ExpertKey, pool: int) -> int:
-        blocks = self.entries[key].blocks
-        offset, residual = (blocks[LOW], blocks[HIGH]) if self.nested and pool == HIGH else (blocks[pool], None)
-        assert offset is not None
-        self._high[key] = pool == HIGH
-        return self.handles.publish(self.shape.index(key), encode_handle(pool, offset, residual))
+    def _at_rest(self, entry: Entry) -> Residency:
+        return Residency.RESIDENT_LO if entry.level == self.lowest else Residency.RESIDENT_HI
 
-    def _retire(self, key: ExpertKey, entry: Entry, pool: int, epoch: int) -> None:
-        offset = entry.blocks[pool]
+    def _publish(self, key: ExpertKey) -> int:
+        entry = self.entries[key]
+        offset, residual = entry.blocks[entry.level], None
+        if self.nested and entry.level == HIGHEST:
+            offset, residual = entry.blocks[self.lowest], offset
         assert offset is not None
-        entry.blocks[pool] = None
+        self._levels[key] = entry.level
+        return self.handles.publish(self.shape.index(key), encode_handle(entry.level, offset, residual))
+
+    def _retire(self, key: ExpertKey, level: int, epoch: int) -> None:
+        entry = self.entries[key]
+        offset, entry.blocks[level] = entry.blocks[level], None
+        assert offset is not None
         self._move(entry, Residency.EVICTING)
-        self.retired.append(Retired(key, pool, offset, epoch))
+        self.retired.append(Retired(key, level, offset, epoch))
 
     def _move(self, entry: Entry, state: Residency) -> None:
         assert state in LEGAL_MOVES[entry.state], f"{entry.state.name} -> {state.name} is no legal move"
@@ -238,13 +257,9 @@ class VersionedExperts(ExpertArena):
 
 
 def load_versions(
-    experts: VersionedExperts,
-    source: VersionSource,
-    tiers: tuple[str, str],
-    high: Mask,
-    progress: Callable[[int, int], None],
+    experts: VersionedExperts, source: VersionSource, levels: Levels, progress: Callable[[int, int], None]
 ) -> float:
-    """Fill both pools at start-up, the experts of `high` [layers, experts] high, and put them in force.
+    """Fill the pools at start-up, every expert at its level of `levels` [layers, experts], and put them in force.
 
     Returns:
         Bytes per second of the fill: what the source and the link give.
@@ -252,11 +267,12 @@ def load_versions(
     Raises:
         StoreError or CheckpointError: a version cannot be read or fails its checksum.
     """
-    assert (high.sum(1) <= experts.capacity).all()
     fills = []
     for key in experts.shape.expert_keys():
-        for pool in [HIGH] * bool(high[key]) + [LOW] * bool(experts.keep_low or not high[key]):
-            fills.append(Fill(key, tiers[pool], experts.destination(pool, experts.place(key, pool))))
+        below = {experts.lowest} if experts.keep_low else set()
+        for level in sorted({int(levels[key])} | below):
+            destination = experts.destination(level, experts.place(key, level))
+            fills.append(Fill(key, experts.tiers[level], destination))
     bytes_per_second = fill_blocks(source, fills, progress)
     for key in experts.shape.expert_keys():
         experts.settle(key)

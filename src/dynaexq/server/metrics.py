@@ -85,12 +85,17 @@ class _State(Collector):
         yield _gauge("budget_used_bytes", "Reserved of it", used)
         yield _gauge("budget_free_bytes", "Not reserved", limit - used)
         yield _by_label("memory_bytes", "The plan by part", "part", runtime.budget.parts)
-        yield _gauge("hi_hit_share", "Share of routed traffic that ran at the high tier", runtime.hot_share_high)
+        yield _gauge("hi_hit_share", "Share of routed traffic that ran above the lowest tier", runtime.hot_share_high)
         for name, value in vars(runtime.counters).items():
             yield CounterMetricFamily(f"dynaexq_{name}", "Transitions of expert versions", value=float(value))
         yield from self._resident()
-        if (shares := runtime.layer_shares_high) is not None:
-            yield _by_label("layer_hi_hit_share", "The same by layer", "layer", dict(enumerate(shares)))
+        if (shares := runtime.shares) is not None:
+            tiers = (fmt.name for fmt in runtime.experts.formats)
+            yield _by_label(
+                "traffic_share", "Of routed traffic, by tier", "tier", dict(zip(tiers, shares.by_tier, strict=True))
+            )
+            by_layer = dict(enumerate(shares.raised_by_layer))
+            yield _by_label("layer_hi_hit_share", "Share above the lowest tier by layer", "layer", by_layer)
         if runtime.control:
             yield from _describe_moves(runtime.control)
 

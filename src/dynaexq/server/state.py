@@ -59,11 +59,12 @@ class StateView:
         }
 
     def _describe_experts(self) -> Json:
-        experts, shares = self.runtime.experts, self.runtime.layer_shares_high
+        experts, shares = self.runtime.experts, self.runtime.shares
         shape = experts.shape
         in_force = experts.handles.formats().reshape(shape.layers, shape.experts)
         counts = np.bincount(in_force.ravel().astype(np.int64), minlength=len(experts.formats)).tolist()
-        tiers = zip(experts.formats, experts.layouts, counts, strict=True)
+        traffic = [None] * len(counts) if shares is None else [round(share, 4) for share in shares.by_tier]
+        tiers = zip(experts.formats, experts.layouts, counts, traffic, strict=True)
         return {
             "tiers": [
                 {
@@ -71,25 +72,26 @@ class StateView:
                     "bits": 8 * layout.payload_bytes / shape.expert.weights,
                     "experts": count,
                     "bytes": count * layout.extent_bytes,
+                    "traffic": share,
                 }
-                for fmt, layout, count in tiers
+                for fmt, layout, count, share in tiers
             ],
             "map": ["".join(TIER_DIGITS[index] for index in row) for row in in_force.tolist()],
             "hot_share_high": self.runtime.hot_share_high,
-            "hot_share_high_by_layer": None if shares is None else [round(share, 4) for share in shares],
+            "hot_share_high_by_layer": shares and [round(share, 4) for share in shares.raised_by_layer],
         }
 
     def _describe_moves(self) -> Json:
         control, counters = self.runtime.control, asdict(self.runtime.counters)
         if control is None:
             still = {"in_flight": 0, "reclaiming": 0, "link_limit": None}
-            return {"moving": [], "hotness": None, "capacity": [], "transitions": {**counters, **still}}
+            return {"moving": [], "hotness": None, "slots": [], "transitions": {**counters, **still}}
         pipeline = control.pipeline
         moving = pipeline.moving
         return {
             "moving": [list(key) for key in moving],
             "hotness": np.round(control.hotness.scores, 2).tolist(),
-            "capacity": pipeline.border.wanted.tolist(),
+            "slots": list(pipeline.border.wanted),
             "transitions": {
                 **counters,
                 "in_flight": len(moving),

@@ -1,12 +1,13 @@
 """One file per (layer, tier): every expert's version as a 4 KiB-aligned extent.
 
 The file is valid safetensors (tensors `expert.N`, uint8), its header padded so that data starts on a
-4 KiB boundary. Checksums and weight errors stand in the header's metadata.
+4 KiB boundary. Checksums and errors stand in the header's metadata.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from dynaexq.store.files import header_bytes, read_header, replace_atomically, w
 
 
 class AddVersion(Protocol):
-    """Takes a layer's next version, and the checksum of the one it refines (None: it stands alone)."""
+    """Takes a layer's next version, the checksum of the one it refines (None: it stands alone), and its error in
+    outputs (None: not calibrated)."""
 
-    def __call__(self, version: Encoded, base: int | None = None) -> None: ...
+    def __call__(self, version: Encoded, base: int | None = None, output_error: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class LayerFile:
     errors: list[float]
     bases: list[int]
     """Checksums of the versions that these refine; empty where they stand alone."""
+    output_errors: list[float]
+    """Per selection, see store.sources.Calibration; empty where the store was not calibrated."""
 
     def position(self, expert: int) -> int:
         """File position of the extent of `expert` in bytes."""
@@ -66,21 +70,28 @@ def layer_path(root: Path, layer: int, tier: str) -> Path:
 
 
 @contextlib.contextmanager
-def write_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: int) -> Iterator[AddVersion]:
+def write_layer(
+    path: Path, identity: LayerIdentity, experts: int, extent_bytes: int, calibrated: bool = False
+) -> Iterator[AddVersion]:
     """Yield a function that takes the layer's versions in order; the file appears only when all came.
+
+    Args:
+        calibrated: errors in outputs come with them.
 
     Raises:
         StoreError: the disk is full or the file cannot be written.
     """
-    nothing = [0] * experts
-    reserve = round_up(len(_header(identity, nothing, [0.0] * experts, nothing, extent_bytes)), BLOCK_BYTES)
+    nothing, none = [0] * experts, [0.0] * experts
+    sized = _header(identity, nothing, none, nothing, none if calibrated else [], extent_bytes)
+    reserve = round_up(len(sized), BLOCK_BYTES)
     checksums: list[int] = []
     errors: list[float] = []
     bases: list[int] = []
+    output_errors: list[float] = []
     with replace_atomically(path) as descriptor:
         os.lseek(descriptor, reserve, os.SEEK_SET)
 
-        def add(version: Encoded, base: int | None = None) -> None:
+        def add(version: Encoded, base: int | None = None, output_error: float | None = None) -> None:
             block = version.block.numpy()
             assert block.nbytes == extent_bytes
             write_all(descriptor, block.data)
@@ -88,11 +99,14 @@ def write_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes:
             errors.append(version.error)
             if base is not None:
                 bases.append(base)
+            if output_error is not None:
+                output_errors.append(output_error)
 
         yield add
         assert len(checksums) == experts and len(bases) in (0, experts)
+        assert len(output_errors) == (experts if calibrated else 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        write_all(descriptor, _header(identity, checksums, errors, bases, extent_bytes, reserve))
+        write_all(descriptor, _header(identity, checksums, errors, bases, output_errors, extent_bytes, reserve))
 
 
 def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: int) -> LayerFile:
@@ -121,11 +135,14 @@ def open_layer(path: Path, identity: LayerIdentity, experts: int, extent_bytes: 
         checksums = [int(word, 16) for word in metadata["crc32c"].split()]
         errors = [float(word) for word in metadata["error"].split()]
         bases = [int(word, 16) for word in metadata.get("base_crc32c", "").split()]
+        output_errors = [float(word) for word in metadata.get("output_error", "").split()]
     except (KeyError, AttributeError, ValueError):
-        checksums, errors, bases = [], [], []
+        checksums, errors, bases, output_errors = [], [], [], []
     if len(checksums) != experts or len(errors) != experts or len(bases) not in (0, experts):
         raise StoreError(f"{path} is damaged: its checksums are unreadable")
-    return LayerFile(path, start, extent_bytes, checksums, errors, bases)
+    if len(output_errors) not in (0, experts) or not all(math.isfinite(e) and e >= 0 for e in output_errors):
+        raise StoreError(f"{path} is damaged: its errors in outputs are unreadable")
+    return LayerFile(path, start, extent_bytes, checksums, errors, bases, output_errors)
 
 
 def read_extent_of(file: LayerFile, expert: int) -> torch.Tensor:
@@ -167,6 +184,7 @@ def _header(
     checksums: list[int],
     errors: list[float],
     bases: list[int],
+    output_errors: list[float],
     extent_bytes: int,
     total: int = 0,
 ) -> bytes:
@@ -177,6 +195,8 @@ def _header(
     }
     if bases:
         metadata["base_crc32c"] = " ".join(f"{checksum:08x}" for checksum in bases)
+    if output_errors:
+        metadata["output_error"] = " ".join(f"{error:.6e}" for error in output_errors)
     header: dict[str, Any] = {"__metadata__": metadata}
     for expert in range(len(checksums)):
         begin = expert * extent_bytes

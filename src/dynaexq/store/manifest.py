@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dynaexq.core import ExpertShape, ModelShape, StoreError
 from dynaexq.formats import LAYOUT_ID, ExpertFormat, tier_format
@@ -14,6 +15,8 @@ from dynaexq.store.files import replace_atomically, write_all
 MANIFEST_NAME = "dynaexq.json"
 STORE_VERSION = 1
 DENSE_NAME = "model.safetensors"
+
+Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class TierInfo(BaseModel):
@@ -34,6 +37,20 @@ class DenseInfo(BaseModel):
     crc32c: int
 
 
+class CalibrationInfo(BaseModel):
+    """What calibration texts say of layers and experts, whatever their versions.
+
+    `sensitivity` [layers] is in nats per token for every unit of noise energy per token in what a layer's experts put
+    out; `selections` and `peaks` [layers][experts]: how often a token chooses an expert, and the largest absolute value
+    in what it makes of its tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    sensitivity: list[Measured]
+    selections: list[list[Measured]]
+    peaks: list[list[Measured]]
+
+
 class Manifest(BaseModel):
     """Contents of `dynaexq.json`. Tiers appear when their last layer is on disk."""
 
@@ -51,6 +68,7 @@ class Manifest(BaseModel):
     quantizer: str
     calibrated_on: tuple[str, ...] = ()
     """Texts whose inputs versions were fitted to, for people."""
+    calibration: CalibrationInfo | None = None
     dense: DenseInfo | None = None
     files: dict[str, int] = {}
     """CRC-32C of configuration and tokenizer files by name."""
@@ -62,6 +80,15 @@ class Manifest(BaseModel):
         if value not in GROUP_SIZES:
             raise ValueError(f"unknown group size {value}")
         return value
+
+    @model_validator(mode="after")
+    def _calibration_of_this_model(self) -> Manifest:
+        info, layers = self.calibration, len(self.layer_names)
+        if info and any(len(each) != layers for each in (info.sensitivity, info.selections, info.peaks)):
+            raise ValueError(f"the calibration is not one of {layers} layers")
+        if info and any(len(each) != self.experts for each in (*info.selections, *info.peaks)):
+            raise ValueError(f"the calibration is not one of {self.experts} experts a layer")
+        return self
 
     @property
     def shape(self) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from dynaexq.store.dense import verify_dense
 from dynaexq.store.files import file_checksum
 from dynaexq.store.layer_file import LayerFile, LayerIdentity, damaged_extents, layer_path, open_layer
 from dynaexq.store.manifest import DENSE_NAME, Manifest
+from dynaexq.store.sensitivity import Sensitivity, make_sensitivity
 
 
 def identity_of(manifest: Manifest, layer: int, tier: str) -> LayerIdentity:
@@ -142,6 +144,20 @@ class ExpertStore:
     def errors(self, tier: str) -> list[list[float]]:
         """Relative weight error of every version of `tier`: [layers][experts]."""
         return [self._open_layer(layer, tier).errors for layer in range(self.shape.layers)]
+
+    @functools.cached_property
+    def sensitivity(self) -> Sensitivity | None:
+        """What versions lose in outputs; None where the store was not calibrated, or not at every tier.
+
+        Raises StoreError.
+        """
+        if self.manifest.calibration is None:
+            return None
+        errors = {
+            tier: [self._open_layer(layer, tier).output_errors for layer in range(self.shape.layers)]
+            for tier in self.manifest.tiers
+        }
+        return make_sensitivity(self.manifest.calibration, errors)
 
     def missing_files(self) -> list[str]:
         """Layer files in use that are no longer where they were opened."""

@@ -28,9 +28,23 @@ class Calibration(Protocol):
 
     identity: str
     texts: tuple[str, ...]
+    sensitivity: tuple[float, ...]
+    """[layers]: nats per token for every unit of noise energy per token in what a layer's experts put out."""
 
     def metrics(self, key: ExpertKey, weights: ExpertWeights) -> ExpertMetrics:
         """What errors in the matrices of an expert matter. Raises SideFileError or CheckpointError."""
+
+    def selections(self, key: ExpertKey) -> float:
+        """How often a token chooses an expert. Raises SideFileError or CheckpointError."""
+
+    def output_error(self, key: ExpertKey, exact: ExpertWeights, restored: ExpertWeights) -> float:
+        """Energy of the error that a version of an expert puts into its layer's outputs, per selection.
+
+        Raises as above.
+        """
+
+    def peak(self, key: ExpertKey, exact: ExpertWeights) -> float:
+        """Largest absolute value in an expert's outputs; 0 where no token chose it. Raises as above."""
 
 
 Progress = Callable[[str, int, int], None]

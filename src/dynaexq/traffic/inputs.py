@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from dynaexq.core import ModelShape, OptionError, SideFileError
 from dynaexq.native import crc32c
 from dynaexq.store.files import header_bytes, replace_atomically, write_all, write_error
 
-INPUTS_VERSION = 1
+INPUTS_VERSION = 2
 INPUTS_NAME = "inputs.json"
 MAX_HEAD_BYTES = 16 << 20
 FIELDS = {"hidden": ("BF16", torch.bfloat16), "ids": ("I32", torch.int32), "weights": ("F32", torch.float32)}
@@ -46,7 +46,12 @@ class _Head(BaseModel):
     tokens: int = Field(gt=0)
     tier: str
     texts: list[str]
+    sensitivity: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
     crc32c: list[int]
+
+
+class _Version(BaseModel):
+    expert_inputs: int
 
 
 def check_inputs_target(root: Path, force: bool) -> None:
@@ -117,8 +122,8 @@ class InputsWriter:
                 raise write_error(self._root / _layer_name(layer), error) from error
         self._done[layer] += len(hidden)
 
-    def finish(self, tier: str, texts: list[str]) -> None:
-        """All is there: say so. `tier`: of the experts that ran, for people."""
+    def finish(self, tier: str, texts: list[str], sensitivity: list[float]) -> None:
+        """All is there: say so. `tier`: of the experts that ran, for people; `sensitivity`: see ExpertInputs."""
         assert set(self._done) == {self._tokens}
         self.close()
         checksums = [_checksum((self._root / _layer_name(layer)).read_bytes()) for layer in range(self._shape.layers)]
@@ -131,6 +136,7 @@ class InputsWriter:
             tokens=self._tokens,
             tier=tier,
             texts=texts,
+            sensitivity=sensitivity,
             crc32c=checksums,
         )
         with replace_atomically(self._root / INPUTS_NAME) as descriptor:
@@ -155,7 +161,14 @@ class ExpertInputs:
         try:
             if path.stat().st_size > MAX_HEAD_BYTES:
                 raise SideFileError(f"{path} is larger than {MAX_HEAD_BYTES >> 20} MiB: no calibration")
-            head = _Head.model_validate_json(path.read_bytes())
+            text = path.read_bytes()
+            version = _Version.model_validate_json(text).expert_inputs
+            if version != INPUTS_VERSION:
+                raise SideFileError(
+                    f"{path} is of version {version}, this program reads {INPUTS_VERSION}; calibrate again "
+                    "(`dynaexq calibrate`)"
+                )
+            head = _Head.model_validate_json(text)
         except (FileNotFoundError, NotADirectoryError):
             raise SideFileError(
                 f"{root} is no directory of a finished calibration; "
@@ -165,10 +178,8 @@ class ExpertInputs:
             raise SideFileError(f"cannot read {path}: {error.strerror or error}") from error
         except ValidationError as error:
             raise SideFileError(f"{path} is damaged: {error.errors()[0]['msg']}") from error
-        if head.expert_inputs != INPUTS_VERSION:
-            raise SideFileError(f"{path} is of version {head.expert_inputs}, this program reads {INPUTS_VERSION}")
-        found = head.fingerprint, head.layers, head.experts, head.hidden, len(head.crc32c)
-        if found != (fingerprint, shape.layers, shape.experts, shape.expert.hidden, shape.layers):
+        found = head.fingerprint, head.layers, head.experts, head.hidden, len(head.crc32c), len(head.sensitivity)
+        if found != (fingerprint, shape.layers, shape.experts, shape.expert.hidden, shape.layers, shape.layers):
             raise SideFileError(f"{root} is the calibration of another model; make one of this (`dynaexq calibrate`)")
         return cls(root, head)
 
@@ -187,6 +198,11 @@ class ExpertInputs:
     def texts(self) -> tuple[str, ...]:
         """Names of the texts, for people."""
         return tuple(self._head.texts)
+
+    @property
+    def sensitivity(self) -> tuple[float, ...]:
+        """[layers]: nats per token for every unit of noise energy per token in what a layer's experts put out."""
+        return tuple(self._head.sensitivity)
 
     def layer(self, layer: int) -> LayerInputs:
         """Inputs of one MoE layer. Raises SideFileError where they are not as they were written."""

@@ -19,6 +19,10 @@ def check_signal(signal: str) -> None:
         raise OptionError(f"unknown hotness signal '{signal}'; known signals are {', '.join(SIGNALS)}")
 
 
+Levels = np.ndarray[Any, np.dtype[np.int64]]
+"""Place of every expert's tier in the format table, [layers * experts]; 0 is the highest."""
+
+
 class RoutedLayer(NamedTuple):
     """One layer of one forward pass: ids [tokens, top_k] and routing weights [tokens, top_k]."""
 
@@ -28,18 +32,19 @@ class RoutedLayer(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Traffic since the last collection, each [layers, experts]; `high` is the part that ran at the high tier."""
+    """Traffic since the last collection, [layers, experts], and how much of each layer's ran at each tier of the format
+    table, [tiers, layers]."""
 
     prefill: np.ndarray[Any, np.dtype[np.float64]]
     decode: np.ndarray[Any, np.dtype[np.float64]]
-    high: np.ndarray[Any, np.dtype[np.float64]]
+    by_tier: np.ndarray[Any, np.dtype[np.float64]]
     windows: int
 
 
 class _Window(NamedTuple):
     layers: list[RoutedLayer]
     prefill: bool
-    high: np.ndarray[Any, np.dtype[np.bool_]]
+    levels: Levels
 
 
 class TrafficRecorder:
@@ -48,28 +53,30 @@ class TrafficRecorder:
     `signal` is `count` (selections, the dynaexq paper) or `mass` (routed probability).
     """
 
-    def __init__(self, shape: ModelShape, signal: str) -> None:
+    def __init__(self, shape: ModelShape, tiers: int, signal: str) -> None:
         check_signal(signal)
-        self._shape = shape
+        self._shape, self._tiers = shape, tiers
         self._signal = signal
         self._windows: deque[_Window] = deque()
 
-    def add(self, layers: list[RoutedLayer], prefill: bool, high: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """Take one finished window; `high` [layers * experts] says which experts ran at the high tier."""
-        self._windows.append(_Window(layers, prefill, high))
+    def add(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
+        """Take one finished window; `levels` [layers * experts] says at which tier experts ran."""
+        self._windows.append(_Window(layers, prefill, levels))
 
     def collect(self) -> Traffic:
         """Add up and forget what came since the last call."""
         shape = (self._shape.layers, self._shape.experts)
-        prefill, decode, high = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        prefill, decode, by_tier = np.zeros(shape), np.zeros(shape), np.zeros((self._tiers, shape[0]))
+        rows = np.repeat(np.arange(shape[0]), shape[1])
         windows = 0
         while self._windows:
             window = self._windows.popleft()
             counts = self._count(window.layers)
             (prefill if window.prefill else decode)[:] += counts
-            high += counts * window.high.reshape(shape)
+            places = window.levels * shape[0] + rows
+            by_tier += np.bincount(places, counts.ravel(), minlength=by_tier.size).reshape(by_tier.shape)
             windows += 1
-        return Traffic(prefill, decode, high, windows)
+        return Traffic(prefill, decode, by_tier, windows)
 
     def _count(self, layers: list[RoutedLayer]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Traffic of one window, [layers, experts]: one count over all layers, whose experts are numbered through."""

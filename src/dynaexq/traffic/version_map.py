@@ -1,7 +1,8 @@
-"""Which experts were high in every window of a run, in a file: a run that can be repeated to the bit.
+"""The tier of every expert in every window of a run, in a file: a run that can be repeated to the bit.
 
-One JSON object a line: what the map is of, then every change (`window`, experts that went `up` and `down`, numbered as
-ModelShape.index does), at the end the number of windows. A killed run leaves a map without an end, which is no map.
+One JSON object a line: what the map is of, then every change (`window`, and `to` each tier the experts that came
+there, numbered as ModelShape.index does; at first all are at the lowest), at the end the number of windows. A killed
+run leaves a map without an end, which is no map.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynaexq.core import ModelShape, SideFileError
 from dynaexq.traffic.own_files import check_own_file
+from dynaexq.traffic.recorder import Levels
 
-MAP_VERSION = 1
+MAP_VERSION = 2
 BEGINNING = b'{"version_map":'
 MAX_LINE_BYTES = 16 << 20
 
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Numbers = list[Annotated[int, Field(ge=0)]]
 
 
@@ -34,16 +35,15 @@ class MapHead(_Line):
 
     version_map: int = MAP_VERSION
     fingerprint: str
-    tiers: tuple[str, str]
+    tiers: tuple[str, ...] = Field(min_length=2)
     layers: int
     experts: int
-    capacity: list[int]
+    slots: tuple[int, ...]
 
 
 class _Change(_Line):
     window: Annotated[int, Field(ge=0)]
-    up: Numbers
-    down: Numbers
+    to: list[Numbers]
 
 
 class _End(_Line):
@@ -61,7 +61,8 @@ class MapRecorder:
     def __init__(self, path: Path, head: MapHead) -> None:
         """Begin the file. Raises SideFileError where it cannot be written."""
         self._path = path
-        self._last: Flags = np.zeros(head.layers * head.experts, np.bool_)
+        self._tiers = len(head.tiers)
+        self._last = _all_low(head)
         self._windows = 0
         try:
             self._file = path.open("w", encoding="utf-8", buffering=1)  # by lines: a killed run loses none
@@ -69,12 +70,13 @@ class MapRecorder:
             raise SideFileError(f"cannot write {path}: {error.strerror or error}") from error
         self._write(head)
 
-    def note(self, high: Flags) -> None:
-        """One window ran with `high` [layers * experts]. Raises SideFileError where the disk is full."""
-        if not np.array_equal(high, self._last):
-            up, down = (np.flatnonzero(moved).tolist() for moved in (high & ~self._last, self._last & ~high))
-            self._write(_Change(window=self._windows, up=up, down=down))
-            self._last = high.copy()
+    def note(self, levels: Levels) -> None:
+        """One window ran with `levels` [layers * experts]. Raises SideFileError where the disk is full."""
+        moved = levels != self._last
+        if moved.any():
+            to = [np.flatnonzero(moved & (levels == level)).tolist() for level in range(self._tiers)]
+            self._write(_Change(window=self._windows, to=to))
+            self._last = levels.copy()
         self._windows += 1
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class RecordedMap:
         self._maps = self._replay(changes)
 
     @classmethod
-    def load(cls, path: Path, fingerprint: str, tiers: tuple[str, str], shape: ModelShape) -> RecordedMap:
+    def load(cls, path: Path, fingerprint: str, tiers: tuple[str, ...], shape: ModelShape) -> RecordedMap:
         """Read a map of this model at these tiers.
 
         Raises:
@@ -111,6 +113,8 @@ class RecordedMap:
             head = MapHead.model_validate(lines[0])
             end = _End.model_validate(lines[-1])
             changes = [_Change.model_validate(line) for line in lines[1:-1]]
+            if any(len(change.to) != len(head.tiers) for change in changes) or len(head.slots) != len(head.tiers) - 1:
+                raise ValueError("its lines do not fit its head")
         except OSError as error:
             raise SideFileError(f"cannot read the version map {path}: {error.strerror or error}") from error
         except (ValueError, ValidationError, IndexError) as error:
@@ -119,21 +123,21 @@ class RecordedMap:
             raise SideFileError(f"{path} is the version map of another model")
         if head.tiers != tiers:
             raise SideFileError(
-                f"{path} was recorded at {head.tiers[0]} and {head.tiers[1]}, this run has {tiers[0]} and {tiers[1]}; "
+                f"{path} was recorded at {' and '.join(head.tiers)}, this run has {' and '.join(tiers)}; "
                 "give the same --high and --low"
             )
         return cls(path, head, changes, end.windows)
 
-    def check_capacity(self, capacity: Any) -> None:
-        """Raise StoreError unless every recorded map fits into `capacity` [layers] high slots."""
-        if (np.array(self.head.capacity) > capacity).any():
+    def check_slots(self, slots: tuple[int, ...]) -> None:
+        """Raise SideFileError unless every recorded map fits into `slots`, from the highest tier down."""
+        if any(recorded > here for recorded, here in zip(self.head.slots, slots, strict=True)):
             raise SideFileError(
-                f"{self._path} was recorded with {sum(self.head.capacity)} high slots, this run has {capacity.sum()}; "
+                f"{self._path} was recorded with {self.head.slots} high slots, this run has {slots}; "
                 "give the same --expert-memory"
             )
 
-    def next(self) -> Flags:
-        """High experts [layers * experts] of the next window. Raises SideFileError past the end."""
+    def next(self) -> Levels:
+        """Levels [layers * experts] of the next window. Raises SideFileError past the end."""
         try:
             return next(self._maps)
         except StopIteration:
@@ -141,15 +145,20 @@ class RecordedMap:
                 f"{self._path} ends after {self.windows} windows, and this run goes on; repeat the run it was made by"
             ) from None
 
-    def _replay(self, changes: list[_Change]) -> Iterator[Flags]:
-        high: Flags = np.zeros(self.head.layers * self.head.experts, np.bool_)
+    def _replay(self, changes: list[_Change]) -> Iterator[Levels]:
+        levels = _all_low(self.head)
         coming = iter([*changes, None])
         change = next(coming)
         for window in range(self.windows):
             if change is not None and change.window == window:
                 try:
-                    high[change.up], high[change.down] = True, False
+                    for level, numbers in enumerate(change.to):
+                        levels[numbers] = level
                 except IndexError as error:
                     raise SideFileError(f"{self._path}: window {window} names an expert that is not there") from error
                 change = next(coming)
-            yield high.copy()
+            yield levels.copy()
+
+
+def _all_low(head: MapHead) -> Levels:
+    return np.full(head.layers * head.experts, len(head.tiers) - 1)

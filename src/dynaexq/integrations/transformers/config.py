@@ -86,14 +86,14 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
         paired = {"high": high, "low": low, "expert_memory": expert_memory}
         maps = {"record": record, "replay": replay}
-        adaptive = {"drive": drive != "thread" or None, "tuning": tuning, "state": state, "ranking": ranking, **maps}
+        adaptive = {"drive": drive != "thread" or None, "state": state, "ranking": ranking, **maps}
         if mode in PAIRED:
             if tier is not None:
                 raise OptionError(f"mode '{mode}' takes high and low, not tier")
             if expert_memory is None:
                 raise OptionError(f"mode '{mode}' needs expert_memory, which says how many experts can be high")
         else:
-            _refuse(paired, mode, "modes 'dynaexq' and 'static-map'")
+            _refuse(paired | {"tuning": tuning}, mode, "modes 'dynaexq' and 'static-map'")
         if mode != "dynaexq":
             _refuse(adaptive, mode, "mode 'dynaexq'")
         _check_replay(replay, drive)
@@ -129,7 +129,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def make_tuning(self) -> Tuning:
         """The knobs in force. Raises OptionError for unknown, impossible or useless ones."""
-        return make_tuning(self.tuning, self.drive)
+        return make_tuning(self.tuning, "static-map" if self.mode == "static-map" else self.drive)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed to `from_pretrained` overrides in the config of a prepared directory."""

@@ -133,7 +133,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         assert config.expert_memory is not None
         if config.mode == "static-map":
             assert config.profile is not None
-            return serve_map(serving, tiers, config.expert_memory, Path(config.profile))
+            return serve_map(serving, tiers, config.expert_memory, Path(config.profile), config.make_tuning().slots)
         names = config.state, config.ranking, config.record, config.replay
         files = (None if name is None else Path(name) for name in names)
         adaptive = Adaptive(tiers, config.expert_memory, config.drive, config.make_tuning(), *files)

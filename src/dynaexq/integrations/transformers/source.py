@@ -22,6 +22,7 @@ from dynaexq.integrations.transformers.experts import layer_functions
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, expert_matrices
 from dynaexq.kernels import LayerFunctions
 from dynaexq.store import Checkpoint
+from dynaexq.store.sensitivity import Sensitivity
 
 
 class KeyMap:
@@ -180,6 +181,8 @@ class CheckpointExperts:
 
 class QuantisingExperts:
     """A version source that quantises a checkpoint's experts on the way (see residency.VersionSource)."""
+
+    sensitivity: Sensitivity | None = None
 
     def __init__(self, experts: CheckpointExperts, group_size: int, quantizer: str) -> None:
         self.shape = experts.shape

@@ -112,7 +112,7 @@ def compare(job: Job) -> dict[str, Any]:
     reference = load_model(any_store, DynaExqConfig(mode="full", kernel="reference"), torch.float32)
     models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        profiles = _calibrate(reference, workloads, any_store, Path(directory))
+        profiles = write_profiles(reference, workloads, any_store, Path(directory))
         for quantizer, tier in sorted({(cell.quantizer, tier) for cell in job.cells for tier in _uniforms(cell, job)}):
             config = DynaExqConfig(mode="static", tier=tier, kernel="reference")
             models[f"{quantizer} {tier}"] = load_model(job.stores[quantizer], config, torch.float32)
@@ -165,11 +165,11 @@ def _describe(
         },
         "promotions": {name: runtime_of(model).counters.promotions for name, model in online.items()},
         "hot_share_high": {name: runtime_of(model).hot_share_high for name, model in online.items()},
-        "kl_by_pass": {name: _by_pass(each, stream.batch) for name, each in mine.items()},
+        "kl_by_pass": {name: kl_by_pass(each, stream.batch) for name, each in mine.items()},
     }
 
 
-def _by_pass(scores: Scores, batch: int) -> list[float]:
+def kl_by_pass(scores: Scores, batch: int) -> list[float]:
     """KL per token of each forward pass."""
     _, divergences, tokens = scores.arrays()
     starts = np.arange(0, len(tokens), batch)
@@ -219,7 +219,7 @@ def _uniforms(cell: Cell, job: Job) -> set[str]:
     return {cell.low, cell.high, _uniform(cell, ExpertStore.open(job.stores[cell.quantizer]))} - {"bf16"}
 
 
-def _calibrate(reference: Any, workloads: dict[str, Workload], store: Path, target: Path) -> dict[str, Path]:
+def write_profiles(reference: Any, workloads: dict[str, Workload], store: Path, target: Path) -> dict[str, Path]:
     """Profiles of each workload, on the very windows it is evaluated on (oracles), and of the whole stream."""
     opened, runtime = ExpertStore.open(store), runtime_of(reference)
     sums = {}

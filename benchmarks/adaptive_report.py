@@ -22,7 +22,7 @@ def render(result: dict[str, Any]) -> str:
         "KL(bf16 || variant) in 0.001 nats per token over the whole stream; in brackets how much of the gap between "
         "all low and all high is closed.",
         "",
-        *_table(
+        *table(
             ["high/low, share high", "MiB", "all low", "uniform", "map of text", "of math", "of code", "of stream",
              "**dynaexq**", "plain top-n", "all high"],
             [_quality_row(name, cell) for name, cell in result["cells"].items()],
@@ -30,7 +30,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         "Paired difference of loss, dynaexq minus the other, in 0.001 nats per token [95 % interval]; below 0: better.",
         "",
-        *_table(
+        *table(
             ["high/low, share high", "uniform", *SINGLE_MAPS, "map of stream"],
             [_paired_row(name, cell) for name, cell in result["cells"].items()],
         ),
@@ -38,7 +38,7 @@ def render(result: dict[str, Any]) -> str:
         "After warm-up (second half of each phase) against the map calibrated on that very phase (an oracle); passes "
         f"after a shift until {100 * RECOVERED:.0f} % of its final KL gain is back; bytes moved over the stream.",
         "",
-        *_table(
+        *table(
             ["high/low, share high", *(f"{phase} KL: dynaexq / oracle" for phase in PHASES), "passes: math, code",
              "MiB moved"],
             [_warm_row(name, cell, result["passes"]) for name, cell in result["cells"].items()],
@@ -58,7 +58,8 @@ def recovery_passes(low: list[float], found: list[float], start: int, end: int) 
     return next((at for at, gain in enumerate(gains) if gain >= target), None)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
     yield "| " + " | ".join(head) + " |"
     yield "| --- |" + " --: |" * (len(head) - 1)
     for row in rows:
@@ -115,7 +116,7 @@ def _variants(cells: dict[str, Any]) -> Iterator[str]:
     if rows:
         yield "KL of dynaexq minus that of other settings, in 0.001 nats per token [95 % interval]; below 0: better."
         yield ""
-        yield from _table(["high/low, share high", *EXTRAS], rows)
+        yield from table(["high/low, share high", *EXTRAS], rows)
         yield ""
 
 

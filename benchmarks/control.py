@@ -35,6 +35,7 @@ from dynaexq.runtime import ExpertRuntime
 from dynaexq.steering import Steering
 from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.traffic import RoutedLayer
+from dynaexq.traffic.recorder import ClosedWindow
 from dynaexq.tuning import Tuning
 
 SHAPE = ModelShape(48, 512, ExpertShape(64, 32))
@@ -54,6 +55,9 @@ class EmptySource:
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier."""
         return tier_format(tier, 32)
+
+    def require_tier(self, tier: str) -> None:
+        """They are there."""
 
     def read_into(self, key: ExpertKey, tier: str, destination: Any) -> None:
         """Leave the zeros."""
@@ -170,7 +174,8 @@ def measure_updates(updates: int) -> dict[str, Any]:
     for _ in range(updates):
         for _ in range(WINDOWS):
             ids = torch.randint(0, SHAPE.experts, (SHAPE.layers, 1, TOP_K), generator=generator)
-            loop.after_window([RoutedLayer(layer, ids[layer], weights) for layer in range(SHAPE.layers)], False, levels)
+            layers = [RoutedLayer(layer, ids[layer], weights) for layer in range(SHAPE.layers)]
+            loop.after_window(ClosedWindow(layers, False, levels))
         start = time.perf_counter()
         loop.update()
         times.append(time.perf_counter() - start)

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,15 @@ from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError, StoreError
 from dynaexq.orders import Orders
 from dynaexq.policy import Hotness
+from dynaexq.policy.drift import DriftDetector
 from dynaexq.policy.hotness import Scores
+from dynaexq.policy.pace import Pace
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
+from dynaexq.shadow import Shadow
 from dynaexq.steering import Steering
-from dynaexq.traffic import RoutedLayer, TrafficRecorder
-from dynaexq.traffic.recorder import Levels
+from dynaexq.traffic import TrafficRecorder
+from dynaexq.traffic.recorder import ClosedWindow, Levels, Step
 from dynaexq.traffic.shares import TierShares
 from dynaexq.traffic.version_map import MapRecorder, RecordedMap
 
@@ -49,14 +53,21 @@ class ControlLoop:
         save: Callable[[Scores, int], None] | None = None,
         record: MapRecorder | None = None,
         recorded: RecordedMap | None = None,
+        shadow: Shadow | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before.
 
-        `record` hears of every window's map; `recorded` says them, in the drive of that name.
+        `record` hears of every window's map; `recorded` says them, in the drive of that name. `shadow` corrects what
+        experts are known to lose; `pace` says how fast versions may move (None: as the pipeline's limit says).
         """
         options.check()
         assert (recorded is not None) is (options.drive == "recorded")
         self._record, self._recorded, self._experts = record, recorded, experts
+        self.shadow, self.pace = shadow, pace
+        self.drift = DriftDetector(experts.shape.layers, experts.shape.experts)
+        self.shifts, self._shifted = 0, False
+        self._steps: list[Step] = []
         self.options = options
         self.pipeline = pipeline
         self.recorder = TrafficRecorder(experts.shape, len(experts.tiers), options.signal)
@@ -97,14 +108,14 @@ class ControlLoop:
                 self.pipeline.counters.waits += 1
                 self.pipeline.counters.wait_seconds += time.monotonic() - start
 
-    def after_window(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
+    def after_window(self, window: ClosedWindow) -> None:
         """Called on the token path as a window closes: hands its traffic over."""
         if self._closing.is_set():
             return
-        self.recorder.add(layers, prefill, levels)
+        self.recorder.add(window._replace(moving=bool(self.pipeline.moving)))
         self._windows += 1
         if self._record is not None:
-            self._note(self._record, levels)
+            self._note(self._record, window.levels)
         if self.options.drive == "recorded":
             self._collect()
         elif self.options.drive == "thread":
@@ -133,11 +144,19 @@ class ControlLoop:
 
         self._order(save)
 
-    def update(self) -> None:
-        """One tick: fold traffic in, and renew the wanted levels. Called by the thread that owns the pipeline."""
+    def update(self, now: float = 0.0) -> None:
+        """One tick: fold traffic in, and renew the wanted levels. Called by the thread that owns the pipeline.
+
+        `now`, in seconds, matters where a pace says how fast versions move.
+        """
         self._collect()
+        self._set_rate(now)
         scores = self.hotness.scores
+        if self.shadow:
+            self.shadow.step(scores)
         wanted = self.steering.choose(scores, self.pipeline.pending_levels)
+        if self.shadow:
+            self.shadow.note_wanted(wanted)
         self.pipeline.want(wanted, self.steering.ladder.gains(scores).sum(0))
         self.ticks += 1
 
@@ -155,6 +174,16 @@ class ControlLoop:
         if self._record is not None:
             with contextlib.suppress(StoreError):  # a map without an end is none
                 self._record.close()
+
+    def describe_signals(self) -> dict[str, Any]:
+        """Shifts of the workload, the shadow's findings, and the pace; None for what this run has not."""
+        return {
+            "shifts": self.shifts,
+            "distance": self.drift.distance,
+            "threshold": self.drift.threshold,
+            "shadow": vars(self.shadow.counts).copy() if self.shadow else None,
+            "pace": self.pace.describe() if self.pace else None,
+        }
 
     def problems(self) -> list[str]:
         """What is wrong with moving versions, for people."""
@@ -188,7 +217,7 @@ class ControlLoop:
         steered = self._orders.take()
         due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
         if due or steered:
-            self.update()
+            self.update(now)
             self._next_tick = now + self._interval
             self._interval = min(2 * self._interval, self.options.interval)
             self.pipeline.step(now)
@@ -213,8 +242,26 @@ class ControlLoop:
     def _collect(self) -> None:
         traffic = self.recorder.collect()
         if traffic.windows:
+            mix = self.options.hotness.prefill_weight * traffic.prefill + traffic.decode
+            if self.drift.observe(mix, self.hotness.sums):
+                self.shifts += 1
+                self._shifted = True
+                self.hotness.fade(self.options.keep_at_shift)
             self.hotness.update(traffic.prefill, traffic.decode)
+            self._steps += traffic.steps
             self.shares = TierShares(self.shares.routed + traffic.by_tier)
+
+    def _set_rate(self, now: float) -> None:
+        """How fast versions may move from now on, by what decode steps took and whether the workload has shifted."""
+        steps, self._steps = self._steps, []
+        if self.pace is None:
+            return
+        for step in steps:
+            self.pace.note_window(*step)
+        if self._shifted:
+            self.pace.note_shift(now)
+            self._shifted = False
+        self.pipeline.set_rate(self.pace.rate(now, self.pipeline.queued_bytes))
 
     def _save_hotness(self) -> None:
         """Save what the last save does not have; what goes wrong is a warning, once, for serving goes on."""

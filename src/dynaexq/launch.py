@@ -21,6 +21,7 @@ from dynaexq.integrations.transformers.source import CheckpointExperts
 from dynaexq.launch_options import DTYPES, PAIRED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.residency.layout import share_evenly
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.checkpoint import read_shard
@@ -66,6 +67,14 @@ class Launch:
         """Experts that can be above the lowest tier at once."""
         return self.plan.versions.pools.raised if self.plan.versions else 0
 
+    @property
+    def _high_by_layer(self) -> list[int]:
+        versions = self.plan.versions
+        if versions is None or versions.over_model:
+            return []
+        shares: list[int] = share_evenly(versions.pools.slots[0], self.runtime.experts.shape.layers).tolist()
+        return shares
+
     def report(self) -> dict[str, Any]:
         """The part of the JSON contract that is about memory and versions."""
         experts, counters, versions = self.runtime.experts, self.runtime.counters, self.plan.versions
@@ -76,6 +85,7 @@ class Launch:
             "tier": self.plan.tier,
             "high": self.plan.high,
             "experts_high": self.experts_high,
+            "experts_high_by_layer": self._high_by_layer,
             "slots": dict(zip(versions.tiers, versions.pools.slots, strict=False)) if versions else {},
             "slots_shared_by": None if versions is None else "model" if versions.over_model else "layer",
             "budget_bytes": self.plan.limit,
@@ -87,6 +97,7 @@ class Launch:
             **asdict(counters),
             "hot_share_high": self.runtime.hot_share_high,
             "parts": self.runtime.budget.parts,
+            "signals": self.runtime.control.describe_signals() if self.runtime.control else None,
         }
 
 

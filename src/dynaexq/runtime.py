@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -18,8 +19,9 @@ from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
 from dynaexq.residency.handles import Words
 from dynaexq.residency.transitions import Counters
+from dynaexq.shadow import Probe
 from dynaexq.traffic import RoutedLayer
-from dynaexq.traffic.recorder import Levels
+from dynaexq.traffic.recorder import ClosedWindow, Levels
 from dynaexq.traffic.shares import TierShares
 
 
@@ -53,8 +55,8 @@ class WindowListener(Protocol):
     def before_window(self) -> None:
         """A window is about to open."""
 
-    def after_window(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
-        """A window has closed: its router choices, and at which tier of the format table experts ran."""
+    def after_window(self, window: ClosedWindow) -> None:
+        """A window has closed."""
 
     @property
     def shares(self) -> TierShares:
@@ -79,6 +81,7 @@ class ExpertRuntime:
         self.budget = budget
         self.listener = listener
         self.fused_layers = 0
+        self.shadow = listener.shadow if isinstance(listener, ControlLoop) else None
         self.tap: Callable[[int, ExpertsCall], None] | None = None
         """Sees what every layer gives its experts, before they run; not in decode steps that are one native call."""
         self._local = _Windows()
@@ -137,7 +140,8 @@ class ExpertRuntime:
             if self.listener:
                 self.listener.before_window()
             local.window, local.words = self.experts.handles.pin()
-            local.prefill, local.routed = prefill, []
+            local.probe = self.shadow.shown if self.shadow else None  # after the pin, see Shadow._withdraw
+            local.prefill, local.routed, local.opened = prefill, [], time.perf_counter()
         local.depth += 1
 
     def end_window(self) -> None:
@@ -153,7 +157,8 @@ class ExpertRuntime:
             self.experts.handles.release(local.window)
             local.window = local.words = None
             if self.listener:
-                self.listener.after_window(local.routed, local.prefill, levels)
+                seconds = time.perf_counter() - local.opened
+                self.listener.after_window(ClosedWindow(local.routed, local.prefill, levels, seconds))
 
     @contextmanager
     def window(self, prefill: bool) -> Iterator[None]:
@@ -182,7 +187,10 @@ class ExpertRuntime:
         self.record(layer, ids, weights)
         if self.tap is not None:
             self.tap(layer, call)
-        return self.kernel.forward(call)
+        result = self.kernel.forward(call)
+        if self.shadow and (probe := self._local.probe) is not None and probe.key.layer == layer:
+            self.shadow.look(probe, call, self.kernel)
+        return result
 
     @property
     def in_window(self) -> bool:
@@ -208,6 +216,8 @@ class _Windows(threading.local):
         self.routed: list[RoutedLayer] = []
 
     depth = 0
+    opened = 0.0
     prefill = False
     window: Window | None = None
+    probe: Probe | None = None
     words: Words | None = None

@@ -25,6 +25,7 @@ from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.shadow import Shadow
 from dynaexq.steering import Steering
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
@@ -111,6 +112,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     recorded = RecordedMap.load(adaptive.replay, source.fingerprint, plan.tiers, shape) if adaptive.replay else None
     if recorded:
         recorded.check_slots(plan.pools.slots)
+    for tier in plan.tiers:
+        source.require_tier(tier)
     experts = VersionedExperts(source, plan.tiers, plan.pools, CpuDevice(), serving.budget)
     border = PoolBorder(experts)
     drops = drops_between(losses, plan.tiers) if losses and plan.over_model else None
@@ -133,7 +136,11 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
             slots=plan.pools.slots,
         )
         record = MapRecorder(adaptive.record, head)
-    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded)
+    shadow = None
+    if losses and drops is not None and tuning.shadow == "on" and recorded is None:
+        shadow = Shadow(experts, source, drops, losses.layers)
+    pace = tuning.pace(adaptive.drive, link)
+    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded, shadow, pace)
     control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
@@ -179,6 +186,8 @@ def _size(source: VersionSource, tier: str) -> int:
 
 
 def _serve_resident(serving: Serving, tiers: Mapping[ExpertKey, str]) -> ExpertRuntime:
+    for tier in set(tiers.values()):
+        serving.source.require_tier(tier)
     experts = ResidentExperts(serving.source, tiers, CpuDevice(), serving.budget)
     try:
         experts.load(serving.progress)

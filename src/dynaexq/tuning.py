@@ -10,12 +10,12 @@ from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError
 from dynaexq.plan.versions import VersionWish, check_slots
 from dynaexq.policy import HotnessOptions, SelectionOptions
+from dynaexq.policy.pace import LINK_SHARE, Pace, PaceOptions
 from dynaexq.residency.layout import check_layout
 from dynaexq.residency.transitions import RateLimit
 
 GIGABYTE = 1e9
-LINK_SHARE = 0.8
-"""Of the measured link that background copies may take, unless chosen: the rest is slack for everything else."""
+SHADOW = ("on", "off")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,17 @@ class Tuning:
         slots: `layer` (each layer has as many high slots, of two tiers: the paper's way) or `model` (layers share the
             slots of all tiers from the low to the high one, by what experts lose at them); default `model` for a store
             that was calibrated, else `layer`.
+        shadow: `on` (where experts move by what they lose, a few tokens also run on another version of an expert, which
+            says whether calibration was right) or `off`.
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
             low version stays: a demotion copies nothing); default `replace`, but `keep` for a nested high tier.
         spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
         in_flight: copies queued at once.
-        rate_gbps: gigabytes per second of copies in the background; default 80 % of what loading measured.
+        rate_gbps: gigabytes per second of copies in the background; default by the pace below.
+        calm_share, shift_seconds, tpot_headroom: of the link that loading measured, copies take the calm share; 80 %
+            for so many seconds after the workload has shifted, and at the start; less while decode steps are slowed
+            down by more than the headroom, a share of their time.
+        keep_at_shift: part of hotness that is kept when the workload has shifted.
         link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.
     """
 
@@ -51,10 +57,15 @@ class Tuning:
     interval: float = ControlOptions.interval
     every_windows: int = ControlOptions.every_windows
     slots: str | None = None
+    shadow: str = "on"
     layout: str | None = None
     spare: int | None = None
     in_flight: int = RateLimit.in_flight
     rate_gbps: float | None = None
+    calm_share: float = PaceOptions.calm_share
+    shift_seconds: float = PaceOptions.shift_seconds
+    tpot_headroom: float = PaceOptions.tpot_headroom
+    keep_at_shift: float = ControlOptions.keep_at_shift
     link_gbps: float | None = None
 
     def check(self) -> None:
@@ -63,7 +74,10 @@ class Tuning:
             raise OptionError(f"link_gbps {self.link_gbps} must be above 0")
         self.control("thread").check()
         self.rate("thread", 1.0).check()
+        self.pace_options.check()
         check_slots(self.slots)
+        if self.shadow not in SHADOW:
+            raise OptionError(f"unknown shadow '{self.shadow}'; known are {', '.join(SHADOW)}")
         check_layout(self.layout, self.spare)
 
     def control(self, drive: str) -> ControlOptions:
@@ -75,6 +89,7 @@ class Tuning:
             every_windows=self.every_windows,
             signal=self.signal,
             hotness=HotnessOptions(self.alpha, self.prefill_weight),
+            keep_at_shift=self.keep_at_shift,
             selection=SelectionOptions(self.margin, self.rank_slack),
         )
 
@@ -82,13 +97,26 @@ class Tuning:
         """Bounds on copies over a link that was measured at `link_bytes_per_second`; a rate only in the background."""
         if drive != "thread":
             return RateLimit(None, self.in_flight)
-        link = min(link_bytes_per_second, self.link_bytes_per_second or float("inf"))
-        chosen = LINK_SHARE * link if self.rate_gbps is None else self.rate_gbps * GIGABYTE
-        return RateLimit(chosen, self.in_flight)
+        chosen = LINK_SHARE * self._link(link_bytes_per_second)
+        return RateLimit(chosen if self.rate_gbps is None else self.rate_gbps * GIGABYTE, self.in_flight)
+
+    def pace(self, drive: str, link_bytes_per_second: float) -> Pace | None:
+        """What changes the rate as things go; None: it is chosen, or copies are not in the background."""
+        if drive != "thread" or self.rate_gbps is not None:
+            return None
+        return Pace(self.pace_options, self._link(link_bytes_per_second))
+
+    @property
+    def pace_options(self) -> PaceOptions:
+        """Of the pace."""
+        return PaceOptions(self.calm_share, self.shift_seconds, self.tpot_headroom)
+
+    def _link(self, measured: float) -> float:
+        return min(measured, self.link_bytes_per_second or float("inf"))
 
     def wish(self, high: str, low: str) -> VersionWish:
         """How to spend bytes between two tiers."""
-        return VersionWish(high, low, self.slots, self.layout, self.spare)
+        return VersionWish(high, low, self.slots, self.layout, self.spare, self.shadow == "on")
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -106,12 +134,13 @@ class Tuning:
 
 
 KNOBS = tuple(field.name for field in fields(Tuning))
+PACE_KNOBS = ("calm_share", "shift_seconds", "tpot_headroom")
 IDLE_KNOBS = {
     "thread": ("every_windows",),
-    "blocking": ("every_windows", "rate_gbps"),
-    "recorded": tuple(name for name in KNOBS if name not in ("slots", "layout", "spare")),
+    "blocking": ("every_windows", "rate_gbps", *PACE_KNOBS),
+    "recorded": tuple(name for name in KNOBS if name not in ("slots", "shadow", "layout", "spare")),
     "static-map": tuple(name for name in KNOBS if name != "slots"),
-    "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps"),
+    "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps", *PACE_KNOBS),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
 
@@ -152,6 +181,8 @@ def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> 
             raise OptionError(f"{name} does nothing here, where {MOVES[drive]}; leave it out")
         if name in HYSTERESIS_KNOBS and not hysteresis:
             raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
+        if name in PACE_KNOBS and "rate_gbps" in values:
+            raise OptionError(f"{name} does nothing beside rate_gbps, which fixes the rate; leave one out")
     tuning = Tuning(**values)
     tuning = tuning if hysteresis else tuning.without_hysteresis()
     tuning.check()

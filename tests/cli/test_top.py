@@ -54,7 +54,7 @@ def test_once_shows_everything() -> None:
         "dense weights 200.0 MiB",
         "experts hold 9.0 MiB of 12.0 MiB",
         "# int8 (8.25 bits): 64 experts, 5.0 MiB",
-        "83.0 % of routed traffic above int2",
+        "83.0 % of routed traffic above int4",
         "1,000 promotions, 900 demotions",
         "2 in flight, 1 waiting for reclaim",
         "74.2 tokens/s",

@@ -17,6 +17,7 @@ from dynaexq.integrations.transformers.kept import Kept, kept_dtype
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.integrations.transformers.slot_model import WHOLE_PROMPTS, SlottedModel
+from dynaexq.traffic.recorder import ClosedWindow
 from dynaexq.traffic.shares import TierShares
 from support.tiny_models import FAMILIES, load, write_checkpoint
 
@@ -119,8 +120,8 @@ def test_one_step_is_one_window(tmp_path: Path) -> None:
         def before_window(self) -> None:
             pass
 
-        def after_window(self, layers: Any, prefill: bool, levels: Any) -> None:
-            seen.append((sum(len(layer.ids) for layer in layers), prefill))
+        def after_window(self, window: ClosedWindow) -> None:
+            seen.append((sum(len(layer.ids) for layer in window.layers), window.prefill))
 
         def close(self) -> None:
             pass

@@ -27,7 +27,7 @@ def size(tier: str) -> int:
 def known(seed: int = 0, supers: tuple[ExpertKey, ...] = ()) -> Sensitivity:
     random = np.random.default_rng(seed)
     errors = np.array([16.0, 4.0, 1.0, 0.06, 0.0]) * random.uniform(0.5, 2.0, (4, 32, 1))
-    return Sensitivity(TIERS, 1e-4 * errors, random.gamma(0.5, 2.0, (4, 32)), supers)
+    return Sensitivity(TIERS, 1e-4 * errors, random.gamma(0.5, 2.0, (4, 32)), np.ones(4), supers)
 
 
 @given(budget=st.integers(FLOOR, 70 * 128), seed=st.integers(0, 50), spare=st.sampled_from([None, 1, 5]))

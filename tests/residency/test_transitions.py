@@ -41,6 +41,9 @@ class PatternSource:
     def format(self, tier: str) -> ExpertFormat:
         return tier_format(tier, 32)
 
+    def require_tier(self, tier: str) -> None:
+        """All are there."""
+
     def read_into(self, key: ExpertKey, tier: str, destination: Any) -> None:
         destination[:] = pattern(key, tier)
 

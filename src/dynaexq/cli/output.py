@@ -96,6 +96,13 @@ def print_moves(report: dict[str, Any]) -> None:
         f"{format_bytes(report['bytes_moved'])}; {report['deferred']} deferred, {report['failed']} failed; "
         f"{100 * report['hot_share_high']:.1f} % of routed traffic above {report['tier']}"
     )
+    signals = report["signals"]
+    if signals and signals["shadow"] and signals["shadow"]["probes"]:
+        shadow = signals["shadow"]
+        stderr.print(
+            f"shadow: {shadow['probes']} versions compared on {shadow['selections']} selections, losses "
+            f"{shadow['ratio']:.2f} of what calibration said; {signals['shifts']} shifts of the workload"
+        )
 
 
 @contextmanager

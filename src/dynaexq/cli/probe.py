@@ -16,8 +16,9 @@ from dynaexq.plan.memory import MIB, format_bytes
 from dynaexq.plan.probe import TOKENS, KernelSpeeds, measure_disk, measure_kernels, measure_memory, measure_store
 from dynaexq.plan.process import available_memory
 from dynaexq.plan.sizes import parse_size
+from dynaexq.policy.pace import LINK_SHARE
 from dynaexq.store import MANIFEST_NAME, ExpertStore
-from dynaexq.tuning import GIGABYTE, LINK_SHARE
+from dynaexq.tuning import GIGABYTE
 
 KERNEL_BYTES = 128 * MIB
 """Of experts at one tier, and of the buffer that is read beside them."""

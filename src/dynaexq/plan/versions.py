@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +43,15 @@ class VersionPlan(NamedTuple):
 
 
 class VersionWish(NamedTuple):
-    """The highest and the lowest tier, and how to spend bytes between them; None: by what is known."""
+    """The highest and the lowest tier, and how to spend bytes between them; None: by what is known. `shadow` keeps a
+    scratch block for probes, where experts move by what they lose."""
 
     high: str
     low: str
     slots: str | None = None
     layout: str | None = None
     spare: int | None = None
+    shadow: bool = False
 
 
 def check_slots(slots: str | None) -> None:
@@ -79,21 +82,22 @@ def plan_versions(
     spare = default_spare(shape) if wish.spare is None else wish.spare
     while known and len(ladder) > 2:
         sizes = [size(tier) for tier in ladder]
-        extra = share_spare(spare, len(ladder))
-        room = budget - sum(each * more for each, more in zip(sizes, extra, strict=True))
+        extra, scratch = share_spare(spare, len(ladder)), sizes[0] if wish.shadow else 0
+        room = budget - scratch - sum(each * more for each, more in zip(sizes, extra, strict=True))
         if room < sizes[-1] * shape.layers * shape.experts:
             break
         levels = choose_levels(known, ladder, sizes, room, known.traffic)
         counts = np.bincount(levels.ravel(), minlength=len(ladder)).tolist()
         if all(counts[:-1]):
-            return VersionPlan(ladder, plan_ladder(sizes, counts, spare), over_model)
+            return VersionPlan(ladder, plan_ladder(sizes, counts, spare, scratch), over_model)
         if counts[0] == 0:  # one at a time: the plan of what is left is the plan of these ends
             ladder = ladder[1:]
         else:
             ladder = (*(tier for tier, count in zip(ladder[:-1], counts, strict=False) if count), wish.low)
     high = ladder[0] if len(ladder) > 1 else wish.high
-    pools = plan_pair(shape, size(high), size(wish.low), budget, layout, wish.spare)
-    return VersionPlan((high, wish.low), pools, over_model)
+    scratch = size(high) if wish.shadow and known and over_model and layout == "replace" else 0
+    pools = plan_pair(shape, size(high), size(wish.low), budget - scratch, layout, wish.spare)
+    return VersionPlan((high, wish.low), replace(pools, scratch=scratch if pools.raised else 0), over_model)
 
 
 def plan_map(

@@ -49,6 +49,10 @@ class Hotness:
         if prefill.any():
             self._sums += (1 - alpha) * weight * prefill
 
+    def fade(self, share: float) -> None:
+        """Keep `share` of what was seen so far: what comes now counts for more."""
+        self._sums *= share
+
     @property
     def scores(self) -> Scores:
         """Traffic of every expert over the mean of its layer, [layers, experts]."""

@@ -40,6 +40,9 @@ class VersionSource(Protocol):
     def format(self, tier: str) -> ExpertFormat:
         """Format of a tier."""
 
+    def require_tier(self, tier: str) -> None:
+        """Get ready to read versions of a tier. Raises StoreError where they are missing or unfit."""
+
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         """Fill `destination` (uint8 [extent_bytes]) with a verified version. Raises StoreError or CheckpointError."""
 

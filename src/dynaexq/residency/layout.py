@@ -26,12 +26,13 @@ Capacity = np.ndarray[tuple[int], np.dtype[np.int64]]
 @dataclass(frozen=True)
 class PoolPlan:
     """Pools from the highest tier down: bytes of a version, experts that can be at each tier but the lowest at once,
-    and blocks, spare ones among them."""
+    and blocks, spare ones among them; then bytes of scratch behind them."""
 
     sizes: tuple[int, ...]
     slots: tuple[int, ...]
     blocks: tuple[int, ...]
     keep_low: bool
+    scratch: int = 0
 
     @property
     def raised(self) -> int:
@@ -52,8 +53,8 @@ class PoolPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools."""
-        return sum(size * count for size, count in zip(self.sizes, self.blocks, strict=True))
+        """Bytes of all pools and the scratch."""
+        return self.scratch + sum(size * count for size, count in zip(self.sizes, self.blocks, strict=True))
 
 
 def default_spare(shape: ModelShape) -> int:
@@ -124,12 +125,12 @@ def share_spare(spare: int, tiers: int) -> tuple[int, ...]:
     return (0, *(max(1, count) for count in reversed(each)))
 
 
-def plan_ladder(sizes: Sequence[int], counts: Sequence[int], spare: int) -> PoolPlan:
-    """Pools for `counts` experts at each tier and `spare` blocks among them, layout `replace`; sizes and counts from
-    the highest tier down."""
+def plan_ladder(sizes: Sequence[int], counts: Sequence[int], spare: int, scratch: int) -> PoolPlan:
+    """Pools for `counts` experts at each tier, `spare` blocks among them and `scratch` bytes, layout `replace`; sizes
+    and counts from the highest tier down."""
     extra = share_spare(spare, len(sizes)) if spare else (0,) * len(sizes)
     blocks = tuple(count + more for count, more in zip(counts, extra, strict=True))
-    return PoolPlan(tuple(sizes), tuple(counts[:-1]), blocks, keep_low=False)
+    return PoolPlan(tuple(sizes), tuple(counts[:-1]), blocks, keep_low=False, scratch=scratch)
 
 
 def share_evenly(slots: int, layers: int) -> Capacity:

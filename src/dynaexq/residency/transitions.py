@@ -7,7 +7,7 @@ Each `step` does what can be done now: reclaim, take in finished copies, admit n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,6 +148,17 @@ class TransitionPipeline:
     def link(self) -> LinkUse:
         """How busy the way into the arena has been."""
         return LinkUse(self._limit.bytes_per_second, self._engine.busy_seconds)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that are still to be copied for what is wanted."""
+        sizes, keep = self._experts.plan.sizes, self._experts.keep_low
+        pairs = zip(sizes, self._promotions, self._demotions, strict=True)
+        return sum(size * (len(up) + (0 if keep else len(down))) for size, up, down in pairs)
+
+    def set_rate(self, bytes_per_second: float) -> None:
+        """Bound copies that start from now on."""
+        self._limit = replace(self._limit, bytes_per_second=bytes_per_second)
 
     def next_try(self) -> float | None:
         """When a transition can start that the last step held back for rate or back-off; None: none was held back."""

@@ -45,13 +45,14 @@ class Filling(NamedTuple):
 
 @dataclass
 class Entry:
-    """Metadata of one expert: its state, the level in force, its block by level (None: not resident), and the block
-    being filled."""
+    """Metadata of one expert: its state, the level in force, its block by level (None: not resident), the block being
+    filled, and the epoch of its last publish."""
 
     state: Residency
     level: int
     blocks: list[int | None]
     filling: Filling | None = None
+    epoch: int = -1
 
 
 class VersionedExperts(ExpertArena):
@@ -81,6 +82,7 @@ class VersionedExperts(ExpertArena):
         assert not self.keep_low or len(tiers) == 2
         ends = np.cumsum([0, *(size * count for size, count in zip(plan.sizes, plan.blocks, strict=True))]).tolist()
         self.pools = [BlockPool(*each) for each in zip(ends[:-1], plan.sizes, plan.blocks, strict=True)]
+        self.scratch_offset = ends[-1]
         self.allocate(plan.nbytes, device, budget)
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
@@ -242,7 +244,8 @@ class VersionedExperts(ExpertArena):
             offset, residual = entry.blocks[self.lowest], offset
         assert offset is not None
         self._levels[key] = entry.level
-        return self.handles.publish(self.shape.index(key), encode_handle(entry.level, offset, residual))
+        entry.epoch = self.handles.publish(self.shape.index(key), encode_handle(entry.level, offset, residual))
+        return entry.epoch
 
     def _retire(self, key: ExpertKey, level: int, epoch: int) -> None:
         entry = self.entries[key]

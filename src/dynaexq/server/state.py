@@ -85,13 +85,15 @@ class StateView:
         control, counters = self.runtime.control, asdict(self.runtime.counters)
         if control is None:
             still = {"in_flight": 0, "reclaiming": 0, "link_limit": None}
-            return {"moving": [], "hotness": None, "slots": [], "transitions": {**counters, **still}}
+            nothing: Json = {"moving": [], "hotness": None, "slots": [], "signals": None}
+            return {**nothing, "transitions": {**counters, **still}}
         pipeline = control.pipeline
         moving = pipeline.moving
         return {
             "moving": [list(key) for key in moving],
             "hotness": np.round(control.hotness.scores, 2).tolist(),
             "slots": list(pipeline.border.wanted),
+            "signals": control.describe_signals(),
             "transitions": {
                 **counters,
                 "in_flight": len(moving),

@@ -26,12 +26,14 @@ class Sensitivity:
     """What versions lose, by calibration.
 
     `tiers` are all of the store from the lowest up; `losses` float64 [layers, experts, tiers] are nats per selection of
-    the expert; `traffic` float64 [layers, experts] selections per token in the calibration texts.
+    the expert; `traffic` float64 [layers, experts] selections per token in the calibration texts; `layers` float64
+    [layers] nats for a unit of energy that a selection adds to a layer's outputs.
     """
 
     tiers: tuple[str, ...]
     losses: Floats
     traffic: Floats
+    layers: Floats
     super_experts: tuple[ExpertKey, ...]
 
     def predict(self) -> dict[str, float]:
@@ -50,6 +52,7 @@ def make_sensitivity(info: CalibrationInfo, errors: dict[str, list[list[float]]]
         tiers,
         energies * np.array(info.sensitivity, np.float64)[:, None, None],
         np.array(info.selections, np.float64),
+        np.array(info.sensitivity, np.float64),
         tuple(find_super_experts(np.array(info.peaks, np.float64))),
     )
 

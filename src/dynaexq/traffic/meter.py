@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynaexq.core import ModelShape
-from dynaexq.traffic.recorder import Levels, RoutedLayer, TrafficRecorder
+from dynaexq.traffic.recorder import ClosedWindow, TrafficRecorder
 from dynaexq.traffic.shares import TierShares
 
 
@@ -21,9 +21,9 @@ class TrafficMeter:
     def before_window(self) -> None:
         """Nothing to decide."""
 
-    def after_window(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
+    def after_window(self, window: ClosedWindow) -> None:
         """Add a window."""
-        self._recorder.add(layers, prefill, levels)
+        self._recorder.add(window)
         traffic = self._recorder.collect()
         self.sums += traffic.prefill + traffic.decode
         self._by_tier += traffic.by_tier

@@ -31,20 +31,34 @@ class RoutedLayer(NamedTuple):
     weights: torch.Tensor
 
 
+class Step(NamedTuple):
+    """What a decode step took: seconds, tokens, and whether versions moved meanwhile."""
+
+    seconds: float
+    tokens: int
+    moving: bool
+
+
 class Traffic(NamedTuple):
     """Traffic since the last collection, [layers, experts], and how much of each layer's ran at each tier of the format
-    table, [tiers, layers]."""
+    table, [tiers, layers]; windows, and the decode steps among them."""
 
     prefill: np.ndarray[Any, np.dtype[np.float64]]
     decode: np.ndarray[Any, np.dtype[np.float64]]
     by_tier: np.ndarray[Any, np.dtype[np.float64]]
     windows: int
+    steps: list[Step]
 
 
-class _Window(NamedTuple):
+class ClosedWindow(NamedTuple):
+    """One finished forward pass: its routing, whether it was a prefill, at which tier experts ran [layers * experts],
+    how many seconds it took, and whether versions moved meanwhile."""
+
     layers: list[RoutedLayer]
     prefill: bool
     levels: Levels
+    seconds: float = 0.0
+    moving: bool = False
 
 
 class TrafficRecorder:
@@ -57,18 +71,18 @@ class TrafficRecorder:
         check_signal(signal)
         self._shape, self._tiers = shape, tiers
         self._signal = signal
-        self._windows: deque[_Window] = deque()
+        self._windows: deque[ClosedWindow] = deque()
 
-    def add(self, layers: list[RoutedLayer], prefill: bool, levels: Levels) -> None:
-        """Take one finished window; `levels` [layers * experts] says at which tier experts ran."""
-        self._windows.append(_Window(layers, prefill, levels))
+    def add(self, window: ClosedWindow) -> None:
+        """Take one finished window."""
+        self._windows.append(window)
 
     def collect(self) -> Traffic:
         """Add up and forget what came since the last call."""
         shape = (self._shape.layers, self._shape.experts)
         prefill, decode, by_tier = np.zeros(shape), np.zeros(shape), np.zeros((self._tiers, shape[0]))
         rows = np.repeat(np.arange(shape[0]), shape[1])
-        windows = 0
+        windows, steps = 0, []
         while self._windows:
             window = self._windows.popleft()
             counts = self._count(window.layers)
@@ -76,7 +90,9 @@ class TrafficRecorder:
             places = window.levels * shape[0] + rows
             by_tier += np.bincount(places, counts.ravel(), minlength=by_tier.size).reshape(by_tier.shape)
             windows += 1
-        return Traffic(prefill, decode, by_tier, windows)
+            if window.layers and window.seconds > 0 and not window.prefill:
+                steps.append(Step(window.seconds, len(window.layers[0].ids), window.moving))
+        return Traffic(prefill, decode, by_tier, windows, steps)
 
     def _count(self, layers: list[RoutedLayer]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Traffic of one window, [layers, experts]: one count over all layers, whose experts are numbered through."""

@@ -149,9 +149,6 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
             raise OptionError(f"mode '{config.mode}' from a checkpoint needs high and low, of {', '.join(TIERS)}")
         if tier_rank(high) <= tier_rank(low):
             raise OptionError(f"the high tier {high} is not above the low tier {low}")
-        if isinstance(self.source, ExpertStore):
-            self.source.require_tier(high)
-            self.source.require_tier(low)
         return high, low
 
     def _tier(self) -> str:
@@ -161,7 +158,6 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         have = _standing_tiers(self.source)
         tier = have[-1] if config.mode == "full" else config.tier or have[0]
         require_standing(tier)
-        self.source.require_tier(tier)
         return tier
 
     def _open_prepared(self, model: Any, root: Path) -> ExpertStore:

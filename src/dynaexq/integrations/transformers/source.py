@@ -199,6 +199,9 @@ class QuantisingExperts:
         """Format of a tier at the chosen group size."""
         return tier_format(tier, self._group_size)
 
+    def require_tier(self, tier: str) -> None:
+        """Every tier can be made."""
+
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         """Encode one expert into `destination`. Raises CheckpointError."""
         version = encode(self._experts.read(key), self.format(tier), self.shape.expert, self._quantizer)

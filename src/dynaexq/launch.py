@@ -146,16 +146,17 @@ class Opened:
         return self._add_high(options, plan, group_size)
 
     def _add_high(self, options: LaunchOptions, plan: MemoryPlan, group_size: int) -> MemoryPlan:
-        """`plan` with a high tier above its own, where that was asked for or pays."""
-        above = [
-            tier for tier in self._candidates(replace(options, low=None)) if tier_rank(tier) > tier_rank(plan.tier)
-        ]
-        nearest = max if self._known and options.make_tuning().slots != "layer" else min
-        high = options.high or self._nested_in(plan.tier, options) or (nearest(above, key=tier_rank) if above else None)
-        tuning = options.make_tuning()
+        """`plan` with higher tiers above its own, where that was asked for or pays."""
+        serving, tuning = self._candidates(replace(options, low=None)), options.make_tuning()
+        above = [tier for tier in serving if tier_rank(tier) > tier_rank(plan.tier)]
+        low, high = plan.tier, options.high
+        if self._known and tuning.slots != "layer" and high is None:
+            low, high = min(serving, key=tier_rank), max(serving, key=tier_rank)
+        else:
+            high = high or self._nested_in(low, options) or min(above, key=tier_rank, default=None)
         paired = None
         if high is not None:
-            wish = tuning.wish(high, plan.tier)
+            wish = tuning.wish(high, low)
             if options.mode == "static-map":
                 wish = wish._replace(layout="replace", spare=0)
             shape = self.skeleton.profile.shape

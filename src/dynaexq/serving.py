@@ -117,8 +117,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     experts = VersionedExperts(source, plan.tiers, plan.pools, CpuDevice(), serving.budget)
     border = PoolBorder(experts)
     drops = drops_between(losses, plan.tiers) if losses and plan.over_model else None
-    pins = losses.super_experts if losses and drops is not None else ()
-    steering = Steering(shape, border, options.selection, drops, plan.over_model, pins)
+    supers = losses.super_experts if losses and drops is not None else ()
+    steering = Steering(shape, border, options.selection, drops, plan.over_model, supers)
     link = load_versions(experts, source, steering.start(known.scores), serving.progress)
     wake = threading.Event()
     engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)

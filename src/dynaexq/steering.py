@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -31,13 +31,15 @@ class Steering:
         options: SelectionOptions,
         drops: Scores | None = None,
         over_model: bool = False,
-        pins: Iterable[ExpertKey] = (),
+        super_experts: Sequence[ExpertKey] = (),
     ) -> None:
-        """`drops`: see Ladder; `over_model`: all layers share the slots; `pins`: high from the start."""
+        """`drops`: see Ladder; `over_model`: all layers share the slots; `super_experts` are high whatever traffic
+        says, unless people say otherwise or there is no room."""
         self.mode = RUNNING_MODES[0]
         self.paused = False
         self.drops = drops
-        self.pins: dict[ExpertKey, bool] = dict.fromkeys(pins, True)
+        self.pins: dict[ExpertKey, bool] = {}
+        self._super_experts = super_experts
         self._shape, self._border, self._options, self._over_model = shape, border, options, over_model
         self._slots: Slots = border.most
         self._fixed: Levels | None = None
@@ -45,7 +47,7 @@ class Steering:
     def start(self, hotness: Scores) -> Levels:
         """The levels to begin with, [layers, experts]: every slot is filled, whatever traffic there was."""
         nobody = np.full(hotness.shape, len(self._slots), np.int8)
-        return self.ladder.choose(hotness, nobody, None, *self._masks(self.pins))
+        return self.ladder.choose(hotness, nobody, None, *self._held())
 
     def choose(self, hotness: Scores, current: Levels) -> Levels:
         """The wanted levels [layers, experts], from hotness and the levels in force or on their way."""
@@ -54,7 +56,7 @@ class Steering:
         if self._fixed is not None:
             return self._fixed
         options = None if self.mode == "static-map" else self._options
-        wanted = self.ladder.choose(hotness, current, options, *self._masks(self.pins))
+        wanted = self.ladder.choose(hotness, current, options, *self._held())
         if self.mode == "static-map":
             self._fixed = wanted
         return wanted
@@ -135,6 +137,13 @@ class Steering:
             raise OptionError(
                 f"{counts[group]} experts{where} would be pinned high, but there are {capacity[group]} slots"
             )
+
+    def _held(self) -> tuple[Mask, Mask]:
+        """Experts to be at the highest and at the lowest tier: those that are pinned, and super experts."""
+        high, low = self._masks(self.pins)
+        for key in self._super_experts:
+            high[key] |= not low[key] and int(high.sum()) < self._border.wanted[0]
+        return high, low
 
     def _masks(self, pins: dict[ExpertKey, bool]) -> tuple[Mask, Mask]:
         """Experts pinned high, and pinned low."""

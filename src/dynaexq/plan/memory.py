@@ -191,7 +191,7 @@ def add_high(
     expert_memory: int | None,
     known: Sensitivity | None,
 ) -> MemoryPlan | None:
-    """`plan` with the room it leaves spent on experts above its tier; None where not one fits.
+    """`plan` with all room for experts spent between the tiers of `wish`; None where not one fits above the lowest.
 
     Raises:
         OptionError: see plan_versions.
@@ -201,9 +201,8 @@ def add_high(
     versions = plan_versions(shape, lambda tier: _extent_bytes(shape, tier, group_size), wish, pool, known)
     if versions.pools.raised == 0:
         return None
-    return replace(
-        plan, mode="dynaexq", high=versions.tiers[0], expert_bytes=versions.pools.nbytes, versions=versions, room=pool
-    )
+    spent = replace(plan, expert_bytes=versions.pools.nbytes, versions=versions, room=pool)
+    return replace(spent, mode="dynaexq", tier=wish.low, high=versions.tiers[0])
 
 
 def format_bytes(nbytes: float) -> str:

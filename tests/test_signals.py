@@ -22,21 +22,21 @@ def run(store: Path, pace: Pace | None = None) -> tuple[ControlLoop, list[float]
     model = load_model(store, config, torch.float32)
     control = runtime_of(model).control
     assert control is not None
-    control.pace = pace
+    control.signals.pace = pace
     generator, distances = torch.Generator().manual_seed(0), []
     with torch.inference_mode():
         for passed in range(16):
             least, most = (3, 1500) if passed < 12 else (2500, 4000)
             model(torch.randint(least, most, (1, 1000), generator=generator), use_cache=False)
-            distances.append(control.drift.distance or 0.0)
+            distances.append(control.signals.drift.distance or 0.0)
     return control, distances
 
 
 def test_a_shift_is_seen_once_and_makes_room_for_what_comes(embedded_store: Path) -> None:
     control, distances = run(embedded_store)
-    assert control.shifts == 1
+    assert control.signals.shifts == 1
     assert distances[12] > 2 * max(distances[2:12])
-    assert control.describe_signals()["shifts"] == 1
+    assert control.signals.describe()["shifts"] == 1
     # four passes of the new kind, at alpha 0.9, outweigh a tenth of the old, but not all of it
     alone = control.hotness.sums.sum() / (16 * 1000 * 4 * 6)
     assert alone < 0.5

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -21,15 +20,13 @@ from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError, StoreError
 from dynaexq.orders import Orders
 from dynaexq.policy import Hotness
-from dynaexq.policy.drift import DriftDetector
 from dynaexq.policy.hotness import Scores
-from dynaexq.policy.pace import Pace
 from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
-from dynaexq.shadow import Shadow
+from dynaexq.signals import Signals
 from dynaexq.steering import Steering
 from dynaexq.traffic import TrafficRecorder
-from dynaexq.traffic.recorder import ClosedWindow, Levels, Step
+from dynaexq.traffic.recorder import ClosedWindow, Levels
 from dynaexq.traffic.shares import TierShares
 from dynaexq.traffic.version_map import MapRecorder, RecordedMap
 
@@ -53,21 +50,16 @@ class ControlLoop:
         save: Callable[[Scores, int], None] | None = None,
         record: MapRecorder | None = None,
         recorded: RecordedMap | None = None,
-        shadow: Shadow | None = None,
-        pace: Pace | None = None,
+        signals: Signals | None = None,
     ) -> None:
         """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before.
 
-        `record` hears of every window's map; `recorded` says them, in the drive of that name. `shadow` corrects what
-        experts are known to lose; `pace` says how fast versions may move (None: as the pipeline's limit says).
+        `record` hears of every window's map; `recorded` says them, in the drive of that name.
         """
         options.check()
         assert (recorded is not None) is (options.drive == "recorded")
         self._record, self._recorded, self._experts = record, recorded, experts
-        self.shadow, self.pace = shadow, pace
-        self.drift = DriftDetector(experts.shape.layers, experts.shape.experts)
-        self.shifts, self._shifted = 0, False
-        self._steps: list[Step] = []
+        self.signals = signals or Signals(experts.shape, options.keep_at_shift)
         self.options = options
         self.pipeline = pipeline
         self.recorder = TrafficRecorder(experts.shape, len(experts.tiers), options.signal)
@@ -150,13 +142,14 @@ class ControlLoop:
         `now`, in seconds, matters where a pace says how fast versions move.
         """
         self._collect()
-        self._set_rate(now)
-        scores = self.hotness.scores
-        if self.shadow:
-            self.shadow.step(scores)
+        if (rate := self.signals.rate(now, self.pipeline.queued_bytes)) is not None:
+            self.pipeline.set_rate(rate)
+        scores, shadow = self.hotness.scores, self.signals.shadow
+        if shadow:
+            shadow.step(scores)
         wanted = self.steering.choose(scores, self.pipeline.pending_levels)
-        if self.shadow:
-            self.shadow.note_wanted(wanted)
+        if shadow:
+            shadow.note_wanted(wanted)
         self.pipeline.want(wanted, self.steering.ladder.gains(scores).sum(0))
         self.ticks += 1
 
@@ -174,16 +167,6 @@ class ControlLoop:
         if self._record is not None:
             with contextlib.suppress(StoreError):  # a map without an end is none
                 self._record.close()
-
-    def describe_signals(self) -> dict[str, Any]:
-        """Shifts of the workload, the shadow's findings, and the pace; None for what this run has not."""
-        return {
-            "shifts": self.shifts,
-            "distance": self.drift.distance,
-            "threshold": self.drift.threshold,
-            "shadow": vars(self.shadow.counts).copy() if self.shadow else None,
-            "pace": self.pace.describe() if self.pace else None,
-        }
 
     def problems(self) -> list[str]:
         """What is wrong with moving versions, for people."""
@@ -242,26 +225,9 @@ class ControlLoop:
     def _collect(self) -> None:
         traffic = self.recorder.collect()
         if traffic.windows:
-            mix = self.options.hotness.prefill_weight * traffic.prefill + traffic.decode
-            if self.drift.observe(mix, self.hotness.sums):
-                self.shifts += 1
-                self._shifted = True
-                self.hotness.fade(self.options.keep_at_shift)
+            self.signals.take(traffic, self.hotness)
             self.hotness.update(traffic.prefill, traffic.decode)
-            self._steps += traffic.steps
             self.shares = TierShares(self.shares.routed + traffic.by_tier)
-
-    def _set_rate(self, now: float) -> None:
-        """How fast versions may move from now on, by what decode steps took and whether the workload has shifted."""
-        steps, self._steps = self._steps, []
-        if self.pace is None:
-            return
-        for step in steps:
-            self.pace.note_window(*step)
-        if self._shifted:
-            self.pace.note_shift(now)
-            self._shifted = False
-        self.pipeline.set_rate(self.pace.rate(now, self.pipeline.queued_bytes))
 
     def _save_hotness(self) -> None:
         """Save what the last save does not have; what goes wrong is a warning, once, for serving goes on."""

@@ -97,7 +97,7 @@ class Launch:
             **asdict(counters),
             "hot_share_high": self.runtime.hot_share_high,
             "parts": self.runtime.budget.parts,
-            "signals": self.runtime.control.describe_signals() if self.runtime.control else None,
+            "signals": self.runtime.control.signals.describe() if self.runtime.control else None,
         }
 
 

@@ -81,7 +81,7 @@ class ExpertRuntime:
         self.budget = budget
         self.listener = listener
         self.fused_layers = 0
-        self.shadow = listener.shadow if isinstance(listener, ControlLoop) else None
+        self.shadow = listener.signals.shadow if isinstance(listener, ControlLoop) else None
         self.tap: Callable[[int, ExpertsCall], None] | None = None
         """Sees what every layer gives its experts, before they run; not in decode steps that are one native call."""
         self._local = _Windows()

@@ -26,6 +26,7 @@ from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.shadow import Shadow
+from dynaexq.signals import Signals
 from dynaexq.steering import Steering
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
@@ -139,8 +140,8 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     shadow = None
     if losses and drops is not None and tuning.shadow == "on" and recorded is None:
         shadow = Shadow(experts, source, drops, losses.layers)
-    pace = tuning.pace(adaptive.drive, link)
-    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded, shadow, pace)
+    signals = Signals(shape, options.keep_at_shift, shadow, tuning.pace(adaptive.drive, link))
+    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded, signals)
     control.hotness.restore(known.sums)
     control.start()
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)

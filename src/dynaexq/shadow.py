@@ -36,11 +36,13 @@ PATIENCE = 64
 
 
 class Probe(NamedTuple):
-    """Another version of an expert: its handle word, and the border of the ladder that it is compared across."""
+    """Another version of an expert: its handle word, that of the version in force, and the border of the ladder that
+    they are compared across."""
 
     key: ExpertKey
     border: int
     word: int
+    beside: int
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Shadow:
         """Compute some of a pass's tokens on the version in force and on the probe's; note how far they are apart."""
         rows, places = torch.where(call.ids == probe.key.expert)
         count = min(len(rows), -(-len(call.hidden) // TOKENS_PER_SAMPLE))
-        if count == 0:
+        if count == 0 or int(call.words[probe.key.expert]) != probe.beside:
             return
         rows, places = rows[:count], places[:count]
         others = call.words.copy()
@@ -127,16 +129,19 @@ class Shadow:
                 return  # transitions report a store that fails
         self._samples, self._energy, self._age = 0, 0.0, 0
         self._began = experts.entries[key].epoch
-        self.shown = Probe(key, border, encode_handle(level, offset))
+        self.shown = Probe(key, border, encode_handle(level, offset), self._word_of(key))
 
     def _withdraw(self) -> None:
         """Show it no more. Who opens a window from here on does not see it; who saw it drains with this epoch."""
         self.shown = None
-        words = self._experts.handles
-        window, pinned = words.pin()
-        word = int(pinned[0])
-        words.release(window)
-        self._leaving = words.publish(0, word)
+        self._leaving = self._experts.handles.publish(0, self._word_of(ExpertKey(0, 0)))
+
+    def _word_of(self, key: ExpertKey) -> int:
+        """The word in force, which only the control thread changes."""
+        window, words = self._experts.handles.pin()
+        word = int(words[self._experts.shape.index(key)])
+        self._experts.handles.release(window)
+        return word
 
     def _collect(self) -> None:
         while self._found:

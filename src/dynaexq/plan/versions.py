@@ -131,7 +131,7 @@ def choose_levels(
     """
     places = [known.tiers.index(tier) for tier in reversed(ladder)]
     rising = np.array(sizes[::-1])
-    expected = traffic + UNSEEN_TRAFFIC * traffic.mean()
+    expected = traffic + UNSEEN_TRAFFIC * traffic.mean() if traffic.any() else np.ones(traffic.shape)
     losses = (known.losses[:, :, places] * expected[:, :, None]).reshape(-1, len(places))
     least = np.zeros(traffic.shape, np.int64)
     for key in known.super_experts:

@@ -115,20 +115,20 @@ class _State(Collector):
 
 
 def _describe_moves(control: ControlLoop) -> Iterator[Metric]:
-    pipeline = control.pipeline
+    pipeline, signals = control.pipeline, control.signals
     link = pipeline.link
     yield _gauge("in_flight", "Versions on their way", len(pipeline.moving))
     yield _gauge("reclaim_waiting", "Blocks that wait for windows which can still read them", pipeline.waiting_blocks)
     yield _gauge("paused", "Whether transitions are paused", control.steering.paused)
-    yield CounterMetricFamily("dynaexq_workload_shifts", "Shifts of the workload", value=float(control.shifts))
-    if (distance := control.drift.distance) is not None:
+    yield CounterMetricFamily("dynaexq_workload_shifts", "Shifts of the workload", value=float(signals.shifts))
+    if (distance := signals.drift.distance) is not None:
         yield _gauge("routing_distance", "Of the last traffic from what hotness expected, 0 to 1", distance)
-    if control.shadow:
-        for name, value in vars(control.shadow.counts).items():
+    if signals.shadow:
+        for name, value in vars(signals.shadow.counts).items():
             if name != "ratio":
                 yield CounterMetricFamily(f"dynaexq_shadow_{name}", "Of the shadow signal", value=float(value))
-        yield _gauge("shadow_ratio", "Measured over expected losses of experts", control.shadow.counts.ratio)
-    if control.pace and (slowdown := control.pace.slowdown) is not None:
+        yield _gauge("shadow_ratio", "Measured over expected losses of experts", signals.shadow.counts.ratio)
+    if signals.pace and (slowdown := signals.pace.slowdown) is not None:
         yield _gauge("tpot_slowdown", "Of decode steps beside copies, as a share", slowdown)
     if link.limit is not None:
         yield _gauge("link_limit_bytes_per_second", "What background copies may take", link.limit)

@@ -93,7 +93,7 @@ class StateView:
             "moving": [list(key) for key in moving],
             "hotness": np.round(control.hotness.scores, 2).tolist(),
             "slots": list(pipeline.border.wanted),
-            "signals": control.describe_signals(),
+            "signals": control.signals.describe(),
             "transitions": {
                 **counters,
                 "in_flight": len(moving),

@@ -33,8 +33,8 @@ from dynaexq.integrations.transformers.loading import load_model, load_tokenizer
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 
-BATCH, PASSES = 4, 14
-"""Windows of a forward pass, and passes and updates of each phase: 28,616 tokens a phase."""
+BATCH, PASSES = 4, 12
+"""Windows of a forward pass, and passes and updates of each phase: 24,528 tokens a phase."""
 
 BITS = (3.0, 3.5, 4.0, 4.5, 5.5, 6.5)
 """Budgets, per expert weight: scales, offsets, padding and spare blocks included."""
@@ -42,9 +42,12 @@ BITS = (3.0, 3.5, 4.0, 4.5, 5.5, 6.5)
 PAIR_BELOW = 4.8
 """Bits below which the paper's way has int4 over int2, and above which int8 over int4."""
 
-UNIFORM = ("int2", "int3", "int4", "int8")
-FITTED = "int2,int3,int4,int4+4,int8,bf16"
+UNIFORM = ("int2", "int2d4", "int3", "int3d4", "int4", "int4d8", "int8")
+FITTED = "int2,int2d3,int2d4,int3,int3d4,int4,int4+4,int4d8,int8,bf16"
 QUICK_FITTED = "int2,int4"
+PLAIN = ("int2", "int4", "int8")
+"""Tiers of the stores without a calibration."""
+
 EXTRAS: dict[float, dict[str, dict[str, Any]]] = {
     3.5: {
         "margin 0": {"margin": 0.0},
@@ -174,7 +177,7 @@ def _methods(job: Job, profiles: dict[str, Path], weights: int) -> dict[str, tup
         for tier in ExpertStore.open(job.stores[CALIBRATED]).manifest.tiers:
             if tier not in UNIFORM:
                 continue
-            for store in ("rtn", DEFAULT_QUANTIZER, CALIBRATED):
+            for store in ("rtn", DEFAULT_QUANTIZER, CALIBRATED) if tier in PLAIN else (CALIBRATED,):
                 found[f"uniform {tier} {store}"] = store, DynaExqConfig(mode="static", tier=tier, **common)
     return found
 
@@ -184,7 +187,7 @@ def _prepare(directory: Path, arguments: argparse.Namespace) -> dict[str, Path]:
     stores = {CALIBRATED: made}
     for quantizer in ("rtn", DEFAULT_QUANTIZER):
         stores[quantizer] = directory / quantizer
-        options = PrepareOptions(UNIFORM, 64, quantizer)
+        options = PrepareOptions(PLAIN, 64, quantizer)
         prepare_store(open_experts(EMBEDDED_MODEL)[1], stores[quantizer], options, lambda *_: None)
     return stores
 

@@ -40,7 +40,7 @@ PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
 
 AUTO_TIERS = ("int2", "int3", "int4", "int8", "bf16")
-"""Tiers chosen without being asked for: int1 is there to measure with."""
+"""Tiers that are made of a checkpoint without being asked for."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Opened:
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
-        serving = tuple(tier for tier in available if tier in AUTO_TIERS) or available
+        serving = tuple(tier for tier in available if tier != "int1" and not base_tier(tier)) or available
         if options.mode == "static":
             assert options.tier is not None
             if self.store and options.tier not in available:

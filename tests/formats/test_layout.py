@@ -33,9 +33,13 @@ def test_known_sizes() -> None:
     assert sizes == {
         "int1": 884736,
         "int2": 1474560,
+        "int2d3": 1671168,  # a third more of a bit
+        "int2d4": 1867776,
         "int3": 2064384,
+        "int3d4": 2260992,
         "int4": 2654208,
         "int2+2": 1179648,  # what int2 lacks: 2 bits a weight, no scales
+        "int4d8": 3391488,
         "int8": 4866048,
         "int4+4": 2359296,
         "bf16": 9437184,
@@ -57,7 +61,7 @@ def test_unfit_shapes_are_refused_with_a_way_out(shape: ExpertShape, tier: str, 
 
 
 def test_unknown_tier_and_group_size_name_the_known_ones() -> None:
-    known = r"unknown tier 'int5'; known tiers are int1, int2, int3, int4, int2\+2, int8, int4\+4, bf16"
+    known = r"unknown tier 'int5'; known tiers are int1, int2, int2d3, int2d4, int3, int3d4, int4, int2\+2, int4d8, int8, "
     with pytest.raises(OptionError, match=known):
         tier_format("int5")
     with pytest.raises(OptionError, match="unknown group size 48; known group sizes are 32, 64, 128"):

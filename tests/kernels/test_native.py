@@ -26,6 +26,7 @@ TOP_K = 3
 SWIGLU, CLAMPED = GateFunction(), GateFunction(True, 1.702, 7.0)
 TIERS = ("int1", "int2", "int3", "int4", "int8", "bf16")
 MIXED = ("int2+2", "int4", "int4+4", "int3", "bf16", "int2")
+UNEVEN = ("int2d3", "int4d8", "int3d4", "int2d4", "int2", "bf16")
 BOUNDS = {
     "int1": 0.03,
     "int2": 0.03,
@@ -34,6 +35,10 @@ BOUNDS = {
     "int2+2": 0.03,
     "int8": 3e-4,
     "int4+4": 3e-4,
+    "int2d3": 0.03,
+    "int2d4": 0.03,
+    "int3d4": 0.03,
+    "int4d8": 0.03,
     "bf16": 1e-5,
 }
 """Relative error of rounded activations: 8 bits cost 1 to 2 %, 16 bits almost nothing, bf16 weights meet float32."""
@@ -138,7 +143,7 @@ def test_every_format_within_its_bound_of_float64(tier: str, group: int, instruc
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("gate", [SWIGLU, CLAMPED])
-@pytest.mark.parametrize("tiers", [TIERS, MIXED], ids=["plain", "nested"])
+@pytest.mark.parametrize("tiers", [TIERS, MIXED, UNEVEN], ids=["plain", "nested", "uneven"])
 def test_gates_biases_and_mixed_tiers(
     tiers: tuple[str, ...], gate: GateFunction, interleaved: bool, biased: bool
 ) -> None:
@@ -153,7 +158,7 @@ def test_gates_biases_and_mixed_tiers(
 def test_bit_equal_whatever_the_batch_and_the_threads(
     activations: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = Versions(("int2+2", "int3", "int4", "int4+4", "int8", "bf16"), 64)
+    versions = Versions(("int2+2", "int3", "int4d8", "int4+4", "int8", "int2d3"), 64)
     kernel, what = NativeKernel(versions, activations), call(tokens, versions.words, functions())
     whole = kernel.forward(what)
     alone = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ class ExpertFormat:
     Quantised weights are `scale * code + offset` with unsigned codes, or `scale * code` with codes in
     -127..127 when `symmetric`. Scale and offset are float16.
 
-    A nested format refines a version of `base_bits` bits and holds what that one lacks only, see nested.py.
+    A nested format refines a version of `base_bits` bits and holds what that one lacks only, see nested.py. One with
+    `down_bits` has as many in the down matrix, whose errors go to the output as they are, and `bits` in gate and up.
     """
 
     name: str
@@ -37,6 +38,15 @@ class ExpertFormat:
     group_size: int
     symmetric: bool
     base_bits: int = 0
+    down_bits: int = 0
+
+    @property
+    def matrices(self) -> tuple[ExpertFormat, ExpertFormat, ExpertFormat]:
+        """Formats of gate, up and down."""
+        if not self.down_bits:
+            return self, self, self
+        gate = replace(self, down_bits=0)
+        return gate, gate, ExpertFormat(self.name, self.down_bits, self.group_size, self.down_bits == SYMMETRIC_BITS)
 
     @property
     def quantized(self) -> bool:
@@ -53,23 +63,28 @@ class ExpertFormat:
         return self.bits // 2
 
 
-TIERS: dict[str, tuple[int, bool, int]] = {
-    "int1": (1, False, 0),
-    "int2": (2, False, 0),
-    "int3": (3, False, 0),
-    "int4": (4, False, 0),
-    "int2+2": (2, False, 2),
-    "int8": (8, True, 0),
-    "int4+4": (4, False, 4),
-    "bf16": (16, True, 0),
+SYMMETRIC_BITS = 8
+TIERS: dict[str, tuple[int, int, int]] = {
+    "int1": (1, 0, 0),
+    "int2": (2, 0, 0),
+    "int2d3": (2, 0, 3),
+    "int2d4": (2, 0, 4),
+    "int3": (3, 0, 0),
+    "int3d4": (3, 0, 4),
+    "int4": (4, 0, 0),
+    "int2+2": (2, 2, 0),
+    "int4d8": (4, 0, 8),
+    "int8": (8, 0, 0),
+    "int4+4": (4, 4, 0),
+    "bf16": (16, 0, 0),
 }
-"""Known tiers from the smallest up: name -> (bits, symmetric, bits of the base it is nested in). int1 exists to stress
-quality, not to serve."""
+"""Known tiers from the smallest up: name -> (bits, bits of the base it is nested in, bits of the down matrix where they
+are others). int1 exists to stress quality, not to serve."""
 
 
 def base_tier(name: str) -> str | None:
     """The tier that tier `name` is nested in; None for a tier that stands alone."""
-    base = TIERS[name][2]
+    base = TIERS[name][1]
     return f"int{base}" if base else None
 
 
@@ -93,13 +108,13 @@ def tier_format(name: str, group_size: int = DEFAULT_GROUP_SIZE) -> ExpertFormat
     """
     if name not in TIERS:
         raise OptionError(f"unknown tier '{name}'; known tiers are {', '.join(TIERS)}")
-    bits, symmetric, base = TIERS[name]
+    bits, base, down = TIERS[name]
     if name == "bf16":
-        return ExpertFormat(name, bits, 0, symmetric)
+        return ExpertFormat(name, bits, 0, True)
     if group_size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise OptionError(f"unknown group size {group_size}; known group sizes are {sizes}")
-    return ExpertFormat(name, bits, group_size, symmetric, base)
+    return ExpertFormat(name, bits, group_size, bits == SYMMETRIC_BITS, base, down)
 
 
 def tier_rank(name: str) -> int:

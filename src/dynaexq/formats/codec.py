@@ -58,8 +58,8 @@ def encode(
     """
     assert not fmt.base_bits
     parts = [
-        _encode_matrix(matrix.to(torch.float32), fmt, quantizer, metric)
-        for matrix, metric in zip(weights, metrics or (None,) * 3, strict=True)
+        _encode_matrix(matrix.to(torch.float32), each, quantizer, metric)
+        for matrix, each, metric in zip(weights, fmt.matrices, metrics or (None,) * 3, strict=True)
     ]
     return _assemble(weights, parts, fmt, shape)
 
@@ -101,7 +101,8 @@ def decode(block: torch.Tensor, fmt: ExpertFormat, shape: ExpertShape, base: Bas
     format refines."""
     layout = VersionLayout.of(fmt, shape)
     if base is None:
-        return ExpertWeights(*(decode_section(block, fmt, section) for section in layout.sections))
+        pairs = zip(fmt.matrices, layout.sections, strict=True)
+        return ExpertWeights(*(decode_section(block, each, section) for each, section in pairs))
     matrices = []
     for section, below in zip(layout.sections, VersionLayout.of(base.fmt, shape).sections, strict=True):
         size = section.rows, section.columns
@@ -112,7 +113,7 @@ def decode(block: torch.Tensor, fmt: ExpertFormat, shape: ExpertShape, base: Bas
 
 
 def decode_section(block: torch.Tensor, fmt: ExpertFormat, section: Section) -> torch.Tensor:
-    """One matrix float32 [rows, columns] of a version's block."""
+    """One matrix float32 [rows, columns] of a version's block; `fmt` is that of the matrix."""
     return decode_matrix(_bytes_of(block, section), fmt, section.rows, section.columns)
 
 

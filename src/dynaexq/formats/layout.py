@@ -48,12 +48,13 @@ class VersionLayout:
         check_divisible(fmt, shape)
         offset = 0
         sections = []
-        for rows, columns in (
+        sizes = (
             (shape.intermediate, shape.hidden),
             (shape.intermediate, shape.hidden),
             (shape.hidden, shape.intermediate),
-        ):
-            nbytes = matrix_bytes(fmt, rows, columns)
+        )
+        for matrix, (rows, columns) in zip(fmt.matrices, sizes, strict=True):
+            nbytes = matrix_bytes(matrix, rows, columns)
             sections.append(Section(offset, nbytes, rows, columns))
             offset = round_up(offset + nbytes, SECTION_ALIGNMENT)
         return cls(*sections)

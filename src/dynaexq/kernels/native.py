@@ -42,7 +42,7 @@ class NativeKernel:
         layouts = [VersionLayout.of(fmt, shape) for fmt in memory.formats]
         sections = [(layout.gate.offset, layout.up.offset, layout.down.offset) for layout in layouts]
         formats = [
-            (fmt.bits, fmt.group_size, fmt.base_bits, own, (0, 0, 0) if base is None else sections[base])
+            (fmt.bits, fmt.group_size, fmt.base_bits, own, (0, 0, 0) if base is None else sections[base], fmt.down_bits)
             for fmt, own, base in zip(memory.formats, sections, memory.bases, strict=True)
         ]
         arena = memory.arena.view(0, memory.arena.nbytes)

@@ -71,7 +71,7 @@ class ExpertLayers:
         experts: int,
         hidden: int,
         intermediate: int,
-        formats: list[tuple[int, int, int, tuple[int, int, int], tuple[int, int, int]]],
+        formats: list[tuple[int, int, int, tuple[int, int, int], tuple[int, int, int], int]],
         exact: bool,
         instructions: str,
     ) -> None:

@@ -89,7 +89,7 @@ class ExpertArena:
         self.shape = shape
         self.formats = formats
         self.layouts = [VersionLayout.of(fmt, shape.expert) for fmt in formats]
-        plain = {fmt.bits: index for index, fmt in enumerate(formats) if not fmt.base_bits}
+        plain = {fmt.bits: index for index, fmt in enumerate(formats) if not (fmt.base_bits or fmt.down_bits)}
         self.bases = [plain.get(fmt.base_bits) for fmt in formats]
         self.handles = HandleWords(shape.layers * shape.experts)
         self.pools: list[BlockPool] = []

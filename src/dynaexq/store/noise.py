@@ -82,11 +82,14 @@ class RandomVersions:
         self._used = -(-(layout.down.offset + layout.down.nbytes) // 8)
         self._gaps: list[Bytes] = []
         self._sizes: list[tuple[Words, Words]] = []
-        for section, scale in zip(layout.sections, (1.0, 1.0, down_scale), strict=True):
+        self._signed: list[np.ndarray[Any, np.dtype[np.int8]]] = []
+        for section, each, scale in zip(layout.sections, fmt.matrices, (1.0, 1.0, down_scale), strict=True):
             following = [other.offset for other in layout.sections if other.offset > section.offset]
             end = min(following, default=layout.extent_bytes)
             self._gaps.append(self._block[section.offset + section.nbytes : end])
-            self._sizes.append(self._sizes_of(section, scale / section.columns**0.5))
+            self._sizes.append(self._sizes_of(section, each, scale / section.columns**0.5))
+            if each.symmetric and not fmt.symmetric:
+                self._signed.append(self._block[section.offset : section.offset + section.nbytes].view(np.int8))
 
     def draw(self) -> Bytes:
         """The next version, uint8 [extent_bytes]; it is overwritten by the next call."""
@@ -99,6 +102,8 @@ class RandomVersions:
                 codes = drawn.view(np.int8)
                 np.copyto(codes, 0, where=codes == -128)
             words[start : start + len(drawn)] = drawn
+        for codes in self._signed:
+            np.copyto(codes, 0, where=codes == -128)
         for place, sizes in self._sizes:
             if self._format.quantized:
                 place[...] = sizes
@@ -108,22 +113,22 @@ class RandomVersions:
             gap[...] = 0
         return self._block
 
-    def _sizes_of(self, section: Section, std: float) -> tuple[Words, Words]:
+    def _sizes_of(self, section: Section, fmt: ExpertFormat, std: float) -> tuple[Words, Words]:
         """Where a matrix says how large its weights are, and what it says: the same for every expert."""
         packed = self._block[section.offset : section.offset + section.nbytes].view(np.uint64)
         tiles = section.rows // ROWS
-        if not self._format.quantized:  # the smallest magnitude of a tile: random mantissas are added to it
+        if not fmt.quantized:  # the smallest magnitude of a tile: random mantissas are added to it
             least = np.searchsorted(_octave_sizes(), std * _row_factors(tiles, self._stream)).astype(np.uint64)
             return packed.reshape(tiles, -1), (least * np.uint64(0x0001_0001_0001_0001))[:, None]
-        records = packed.reshape(tiles, section.columns // self._format.group_size, -1)
-        codes = self._format.group_size * self._format.bits // 8
+        records = packed.reshape(tiles, section.columns // fmt.group_size, -1)
+        codes = fmt.group_size * fmt.bits // 8
         factors = _row_factors(section.rows, self._stream)
-        if self._format.base_bits:  # the base says it
+        if fmt.base_bits:  # the base says it
             return records[:, :, codes:], np.zeros((1, 1, 0), np.uint64)
-        scale = (std * factors / _code_deviation(self._format)).astype(np.float16).reshape(tiles, ROWS)
+        scale = (std * factors / _code_deviation(fmt)).astype(np.float16).reshape(tiles, ROWS)
         parts = [scale]
-        if not self._format.symmetric:
-            middle = (2**self._format.bits - 1) / 2
+        if not fmt.symmetric:
+            middle = (2**fmt.bits - 1) / 2
             parts.append((-middle * scale.astype(np.float32)).astype(np.float16))
         sizes = np.concatenate(parts, 1).view(np.uint64)
         return records[:, :, codes:], sizes[:, None, :]

@@ -179,7 +179,7 @@ def _write_layer(
 ) -> int:
     fmt, shape = manifest.format(tier), manifest.shape.expert
     extent_bytes = VersionLayout.of(fmt, shape).extent_bytes
-    stream = open_stream(model.seed, EXPERT_STREAM, layer, fmt.bits + 256 * fmt.base_bits)
+    stream = open_stream(model.seed, EXPERT_STREAM, layer, fmt.bits + 256 * fmt.base_bits + 65536 * fmt.down_bits)
     versions = RandomVersions(fmt, shape, model.residual_scale, stream)
     path = layer_path(root, layer, tier)
     with write_layer(path, identity_of(manifest, layer, tier), manifest.experts, extent_bytes) as add:

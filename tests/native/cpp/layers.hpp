@@ -22,11 +22,13 @@ struct Layer {
   std::vector<std::array<Packed, 3>> experts;
   std::vector<std::uint8_t> bytes;
 
-  Layer(int hidden_size, int intermediate_size, const std::vector<WeightFormat>& which, int count, Random& random)
+  // `down_bits` of each format, where down has others than gate and up.
+  Layer(int hidden_size, int intermediate_size, const std::vector<WeightFormat>& which, int count, Random& random,
+        const std::vector<int>& down_bits = {})
       : hidden(hidden_size), intermediate(intermediate_size) {
-    for (WeightFormat format : which) {
-      const std::size_t up = align(tile_bytes(format, hidden) * (intermediate / 8));
-      formats.push_back({format, {0, up, 2 * up}});
+    for (std::size_t i = 0; i < which.size(); ++i) {
+      const std::size_t up = align(tile_bytes(which[i], hidden) * (intermediate / 8));
+      formats.push_back({which[i], {0, up, 2 * up}, {}, down_bits.empty() ? 0 : down_bits[i]});
     }
     for (int e = 0; e < count; ++e) {
       const std::uint64_t format = e % which.size();
@@ -34,7 +36,7 @@ struct Layer {
       const std::size_t start = bytes.size();
       experts.push_back({pack(which[format], intermediate, hidden, random),
                          pack(which[format], intermediate, hidden, random),
-                         pack(which[format], hidden, intermediate, random)});
+                         pack(formats[format].down(), hidden, intermediate, random)});
       for (int part = 0; part < 3; ++part) {
         bytes.resize(start + formats[format].sections[part], kSentinel);
         const std::vector<std::uint8_t>& matrix = experts.back()[part].bytes;
@@ -154,7 +156,7 @@ inline std::vector<double> wanted_of_expert(const Layer& layer, int expert, cons
     }
     a[i] = a[i] / (1 + std::exp(-static_cast<double>(gate.function.alpha) * a[i])) * b[i];
   }
-  if (rounded) round_values(a, gate_matrix.format);
+  if (rounded) round_values(a, down_matrix.format);
   std::vector<double> y = times(down_matrix, a);
   for (int i = 0; gate.down_bias && i < layer.hidden; ++i)
     y[i] += static_cast<double>(gate.down_bias[expert * layer.hidden + i]);

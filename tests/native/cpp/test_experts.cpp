@@ -138,10 +138,15 @@ void check_poison(const TileSet& set, const Layer& layer, const LayerGate& gate,
 
 // Every format with one expert: its bytes are the last before the guard page.
 void check_alone(const TileSet& set, bool exact) {
-  for (WeightFormat format : every_format()) {
+  std::vector<std::pair<WeightFormat, int>> formats;  // with the bits of down
+  for (WeightFormat format : every_format()) formats.emplace_back(format, 0);
+  for (int group : {32, 64, 128})
+    for (auto [bits, down] : {std::pair{2, 3}, {2, 4}, {3, 4}, {4, 8}})
+      formats.emplace_back(WeightFormat{bits, group}, down);
+  for (const auto& [format, down] : formats) {
     Random random(format.whole_bits() + format.group);
     const int unit = std::max(format.group, 8);
-    const Layer layer = with_bases({unit, 3 * unit, {format}, 1, random});
+    const Layer layer = with_bases({unit, 3 * unit, {format}, 1, random, {down}});
     const Guarded arena(layer.bytes);
     const ExpertLayers layers = layer.bind(arena, exact, set);
     const LayerGate gate{kSwiGlu, false, nullptr, nullptr};
@@ -258,6 +263,7 @@ void test_experts(const TileSet& set) {
       {256, 128, {{8, 128}, {2, 128}, {4, 128}, {1, 64}, {1, 128}}, 5, random},
       {72, 136, {{16, 0}}, 2, random},
       with_bases({128, 192, {{2, 64, 2}, {3, 32}, {4, 32, 4}, {4, 64}, {4, 64, 4}, {8, 64}, {2, 32, 2}}, 8, random}),
+      {64, 192, {{2, 64}, {4, 64}, {3, 32}, {2, 32}, {4, 32}}, 6, random, {3, 8, 4, 4, 0}},
   };
   int turn = 0;
   for (const Layer& layer : layers) {

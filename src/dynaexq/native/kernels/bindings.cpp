@@ -30,7 +30,8 @@ namespace {
 using Address = std::uintptr_t;
 using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Sections = std::array<std::size_t, 3>;                        // gate, up, down
-using FormatTuple = std::tuple<int, int, int, Sections, Sections>;  // bits, group, base_bits, own and base sections
+// Bits, group, bits of the base, own and base sections, bits of down.
+using FormatTuple = std::tuple<int, int, int, Sections, Sections, int>;
 
 template <class T>
 T* at(Address address) {
@@ -54,8 +55,8 @@ std::vector<std::string> instruction_sets() {
 ExpertLayers make_layers(Address arena, std::size_t arena_bytes, int experts, int hidden, int intermediate,
                          const std::vector<FormatTuple>& formats, bool exact, const std::string& instructions) {
   std::vector<VersionFormat> versions;
-  for (const auto& [bits, group, base_bits, sections, base_sections] : formats)
-    versions.push_back({{bits, group, base_bits}, sections, base_sections});
+  for (const auto& [bits, group, base_bits, sections, base_sections, down_bits] : formats)
+    versions.push_back({{bits, group, base_bits}, sections, base_sections, down_bits});
   return ExpertLayers(at<const std::uint8_t>(arena), arena_bytes, experts, hidden, intermediate, std::move(versions),
                       exact, find_tiles(instructions));
 }

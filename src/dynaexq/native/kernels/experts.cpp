@@ -35,25 +35,28 @@ ExpertLayers::ExpertLayers(const std::uint8_t* arena, std::size_t arena_bytes, i
       tiles_(tiles) {
   for (const VersionFormat& format : formats_) {
     const int group = format.weights.group;
-    const Precision precision = precision_for(format.weights, exact);
+    const WeightFormat down = format.down();
+    const Precision precision = precision_for(format.weights, exact), down_precision = precision_for(down, exact);
     const Multiply multiply = tiles_.multiply(format.weights, precision);
+    const Multiply multiply_down = tiles_.multiply(down, down_precision);
     const int unit = std::max(group, kTileRows);
-    if (!multiply || hidden_ % unit || intermediate_ % unit)
+    if (!multiply || !multiply_down || hidden_ % unit || intermediate_ % unit)
       throw std::invalid_argument("no kernel for " + std::to_string(format.weights.bits) + " bits in groups of " +
                                   std::to_string(group) + " of " + std::to_string(hidden_) + " x " +
                                   std::to_string(intermediate_));
-    const RowLayout inner(precision, intermediate_, format.weights);
-    const Part own = measure(format.weights, format.sections[2]);
-    const Part base = format.weights.base_bits ? measure(format.weights.base(), format.base_sections[2]) : Part{};
-    kernels_.push_back({RowLayout(precision, hidden_, format.weights), inner, multiply, own, base});
+    const RowLayout inner(down_precision, intermediate_, down);
+    const Part own = measure(format.weights, down, format.sections[2]);
+    const WeightFormat below = format.weights.base();
+    const Part base = format.weights.base_bits ? measure(below, below, format.base_sections[2]) : Part{};
+    kernels_.push_back({RowLayout(precision, hidden_, format.weights), inner, multiply, multiply_down, own, base});
     inner_stride_ = std::max(inner_stride_, inner.stride());
     unit_ = std::max(unit_, group);
   }
 }
 
-ExpertLayers::Part ExpertLayers::measure(WeightFormat format, std::size_t down) const {
-  const std::size_t tile = tile_bytes(format, intermediate_);
-  return {tile_bytes(format, hidden_), tile, down + tile * (hidden_ / kTileRows)};
+ExpertLayers::Part ExpertLayers::measure(WeightFormat format, WeightFormat down, std::size_t down_section) const {
+  const std::size_t tile = tile_bytes(down, intermediate_);
+  return {tile_bytes(format, hidden_), tile, down_section + tile * (hidden_ / kTileRows)};
 }
 
 // What one forward needs while it runs.
@@ -220,7 +223,7 @@ struct ExpertLayers::Run {
         const int count = std::min(kBlockTokens, segment->count - start);
         const std::size_t at = segment->first + start - begin->first;
         for (int i = 0; i < count; ++i) block[i] = kernel.inner_rows.at(inner + (at + i) * layers.inner_stride_, 0);
-        kernel.multiply(down, rows / kTileRows, layers.intermediate_, block, count, result, rows);
+        kernel.multiply_down(down, rows / kTileRows, layers.intermediate_, block, count, result, rows);
         for (int i = 0; i < count; ++i) {
           const int pair = pairs[segment->first + start + i];
           float* sums = out + pair / call.top_k * width + first;

@@ -11,11 +11,14 @@
 namespace dynaexq {
 
 // A format of the handle words' table, and where its sections begin in a version (formats/layout.py); of a nested
-// format, also where those of its base begin.
+// format, also where those of its base begin. Down may have other bits than gate and up.
 struct VersionFormat {
   WeightFormat weights;
   std::array<std::size_t, 3> sections;  // gate, up, down
   std::array<std::size_t, 3> base_sections = {};
+  int down_bits = 0;  // 0: as many as gate and up
+
+  WeightFormat down() const { return down_bits ? WeightFormat{down_bits, weights.group} : weights; }
 };
 
 struct LayerGate {
@@ -53,10 +56,10 @@ class ExpertLayers {
   };
   struct Kernel {
     RowLayout hidden_rows, inner_rows;
-    Multiply multiply;
+    Multiply multiply, multiply_down;
     Part own, base;  // a version that stands alone has no base
   };
-  Part measure(WeightFormat format, std::size_t down) const;
+  Part measure(WeightFormat format, WeightFormat down, std::size_t down_section) const;
   struct Run;
 
   const std::uint8_t* arena_;

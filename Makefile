@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard src/dynaexq/native/*.[ch]pp src/dynaexq/native/*/*.[ch]pp)
 TEXTS ?=
 
-.PHONY: setup demo test lint bench adaptive kernels soak table matrix clean
+.PHONY: setup demo test lint bench adaptive budgets kernels soak table matrix clean
 
 setup: $(VENV)/ready
 
@@ -29,6 +29,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.tiers --quick
 	$(BIN)/python -m benchmarks.control --quick
 	$(BIN)/python -m benchmarks.adaptive --quick
+	$(BIN)/python -m benchmarks.budgets --quick
 	$(BIN)/python -m benchmarks.kernels --quick
 
 table: setup
@@ -36,6 +37,10 @@ table: setup
 
 adaptive: setup
 	$(BIN)/python -m benchmarks.adaptive $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/adaptive.json --readme README.md
+
+budgets: setup
+	$(BIN)/python -m benchmarks.budgets $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/budgets.json --readme README.md
+	$(BIN)/python -m benchmarks.budgets_plot benchmarks/results/budgets.json -o benchmarks/results/budgets.svg
 
 kernels: setup
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json --readme README.md

@@ -44,7 +44,7 @@ PAIR_BELOW = 4.8
 
 UNIFORM = ("int2", "int2d4", "int3", "int3d4", "int4", "int4d8", "int8")
 FITTED = "int2,int2d3,int2d4,int3,int3d4,int4,int4+4,int4d8,int8,bf16"
-QUICK_FITTED = "int2,int4"
+QUICK_FITTED = ("int2,int4", 1024)
 PLAIN = ("int2", "int4", "int8")
 """Tiers of the stores without a calibration."""
 
@@ -183,8 +183,8 @@ def _methods(job: Job, profiles: dict[str, Path], weights: int) -> dict[str, tup
 
 
 def _prepare(directory: Path, arguments: argparse.Namespace) -> dict[str, Path]:
-    made = arguments.calibrated or make_calibrated_store(directory, QUICK_FITTED if arguments.quick else FITTED)
-    stores = {CALIBRATED: made}
+    fitted = QUICK_FITTED if arguments.quick else (FITTED,)
+    stores = {CALIBRATED: arguments.calibrated or make_calibrated_store(directory, *fitted)}
     for quantizer in ("rtn", DEFAULT_QUANTIZER):
         stores[quantizer] = directory / quantizer
         options = PrepareOptions(PLAIN, 64, quantizer)

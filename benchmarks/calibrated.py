@@ -19,14 +19,14 @@ TOKENS = 16_384
 """Of each text, at most."""
 
 
-def make_calibrated_store(directory: Path, tiers: str) -> Path:
-    """Calibrate on English, mathematics and code, and prepare `tiers` for it; both in `directory`."""
+def make_calibrated_store(directory: Path, tiers: str, tokens: int = TOKENS) -> Path:
+    """Calibrate on `tokens` of English, mathematics and code, and prepare `tiers` for it; both in `directory`."""
     texts = []
     for name, text in _read_texts().items():
         texts += ["--text", str(directory / f"{name}.txt")]
         (directory / f"{name}.txt").write_text(text)
     inputs, store = directory / "inputs", directory / "calibrated"
-    _run("calibrate", str(EMBEDDED_MODEL), *texts, "--max-tokens", str(TOKENS), "--inputs", str(inputs))
+    _run("calibrate", str(EMBEDDED_MODEL), *texts, "--max-tokens", str(tokens), "--inputs", str(inputs))
     _run("prepare", str(EMBEDDED_MODEL), "-o", str(store), "--tiers", tiers, "--calibration", str(inputs))
     return store
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-from dynaexq.core import ExpertKey, ExpertShape, ModelShape
+from dynaexq.core import ExpertKey, ExpertShape, ModelShape, OptionError
 from dynaexq.policy import SelectionOptions
 from dynaexq.residency.layout import PoolPlan
 from dynaexq.steering import Steering
@@ -30,6 +31,18 @@ class Border:
 def steer() -> Steering:
     border: Any = Border()
     return Steering(SHAPE, border, SelectionOptions(), np.ones((2, 2, 4)), over_model=True, super_experts=(SUPER,))
+
+
+def test_pins_that_have_no_place_are_refused() -> None:
+    steering = steer()
+    everybody = SHAPE.expert_keys()
+    with pytest.raises(OptionError, match="6 experts would be pinned low, at the lowest tier, but 5 can be; pin fewer"):
+        steering.pin(everybody[:6], high=False)
+    with pytest.raises(OptionError, match="2 experts would be pinned high, at the highest tier, but 1 can be"):
+        steering.pin(everybody[:2], high=True)
+    steering.pin(everybody[:5], high=False)
+    levels = steering.choose(np.zeros((2, 4)), np.full((2, 4), 2, np.int8))
+    assert (levels.ravel()[:5] == 2).all() and sorted(levels.ravel()[5:]) == [0, 1, 1]  # whose places others take
 
 
 def test_they_are_high_from_the_start_and_stay() -> None:

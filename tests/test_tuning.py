@@ -76,6 +76,8 @@ def test_values_that_would_do_nothing_are_refused(setting: str, drive: str, hyst
         make_tuning({"layout": "keep", "spare": 1}, "thread")
     with pytest.raises(OptionError, match="calm_share does nothing beside rate_gbps"):
         make_tuning({"calm_share": 0.1, "rate_gbps": 1.0}, "thread")
+    with pytest.raises(OptionError, match="shadow does nothing with slots=layer"):
+        make_tuning({"slots": "layer", "shadow": "off"}, "thread")
     with pytest.raises(OptionError, match="unknown knob"):
         make_tuning({"speed": 1}, "thread")
 

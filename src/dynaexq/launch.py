@@ -150,7 +150,7 @@ class Opened:
         serving, tuning = self._candidates(replace(options, low=None)), options.make_tuning()
         above = [tier for tier in serving if tier_rank(tier) > tier_rank(plan.tier)]
         low, high = plan.tier, options.high
-        if self._known and tuning.slots != "layer" and high is None:
+        if self._known and high is None and tuning.slots != "layer" and tuning.layout != "keep":
             low, high = min(serving, key=tier_rank), max(serving, key=tier_rank)
         else:
             high = high or self._nested_in(low, options) or min(above, key=tier_rank, default=None)
@@ -158,7 +158,7 @@ class Opened:
         if high is not None:
             wish = tuning.wish(high, low)
             if options.mode == "static-map":
-                wish = wish._replace(layout="replace", spare=0)
+                wish = wish._replace(layout="replace", spare=0, shadow=False)
             shape = self.skeleton.profile.shape
             paired = add_high(plan, shape, wish, group_size, options.expert_memory, self._known)
         if paired:
@@ -168,9 +168,11 @@ class Opened:
         if high is None:
             raise OptionError(f"every expert fits at {plan.tier}, the highest tier: use --mode full")
         spare_blocks = f"{tuning.spare} spare blocks and " if tuning.spare else ""
+        nearest = options.high or min(above, key=tier_rank, default=high)
+        other = "lower spare" if spare_blocks else "give other --high and --low"
         raise MemoryLimitError(
-            f"all experts fit at {plan.tier}, but not {spare_blocks}one more at {high} beside them; raise the limit, "
-            f"use --mode static --tier {plan.tier}, or give --high and a smaller --low"
+            f"all experts fit at {plan.tier}, but not {spare_blocks}one more at {nearest} beside them; raise the "
+            f"limit, use --mode static --tier {plan.tier}, or {other}"
         )
 
     def _nested_in(self, tier: str, options: LaunchOptions) -> str | None:

@@ -53,5 +53,5 @@ class Signals:
             "distance": self.drift.distance,
             "threshold": self.drift.threshold,
             "shadow": vars(self.shadow.counts).copy() if self.shadow else None,
-            "pace": self.pace.describe() if self.pace else None,
+            "pace": {"share": self.pace.share, "slowdown": self.pace.slowdown} if self.pace else None,
         }

@@ -129,14 +129,25 @@ class Steering:
         return np.stack([share_evenly(count, groups) for count in slots])
 
     def _check_pins(self, pins: dict[ExpertKey, bool], slots: Slots) -> None:
-        capacity = self._share(slots)[0]
-        counts = self._masks(pins)[0].reshape(len(capacity), -1).sum(1)
-        if (counts > capacity).any():
-            group = int((counts > capacity).argmax())
-            where = "" if self._over_model else f" of MoE layer {group}"
-            raise OptionError(
-                f"{counts[group]} experts{where} would be pinned high, but there are {capacity[group]} slots"
-            )
+        """Raise OptionError where the highest tier has too few slots for those pinned high, or the others too many."""
+        shares, masks = self._share(slots), self._masks(pins)
+        groups = shares.shape[1]
+        for mask, places, tier, way_out in (
+            (masks[0], shares[0], "high, at the highest tier", "pin fewer, or give more expert memory"),
+            (masks[1], self._low_places(shares), "low, at the lowest tier", "pin fewer, or give less expert memory"),
+        ):
+            counts = mask.reshape(groups, -1).sum(1)
+            if (counts > places).any():
+                group = int((counts > places).argmax())
+                where = "" if self._over_model else f" of MoE layer {group}"
+                raise OptionError(
+                    f"{counts[group]} experts{where} would be pinned {tier}, but {places[group]} can be; {way_out}"
+                )
+
+    def _low_places(self, shares: Counts) -> Counts:
+        """Experts that can be at the lowest tier, by group: all of them only where low versions stay resident."""
+        each = self._shape.layers * self._shape.experts // shares.shape[1]
+        return np.full(shares.shape[1], each) - (0 if self._border.plan.keep_low else shares.sum(0))
 
     def _held(self) -> tuple[Mask, Mask]:
         """Experts to be at the highest and at the lowest tier: those that are pinned, and super experts."""

@@ -183,6 +183,8 @@ def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> 
             raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
         if name in PACE_KNOBS and "rate_gbps" in values:
             raise OptionError(f"{name} does nothing beside rate_gbps, which fixes the rate; leave one out")
+    if values.get("slots") == "layer" and "shadow" in values:
+        raise OptionError("shadow does nothing with slots=layer; leave it out")
     tuning = Tuning(**values)
     tuning = tuning if hysteresis else tuning.without_hysteresis()
     tuning.check()

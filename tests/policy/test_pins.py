@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaexq.policy import SelectionOptions, select_high
-from dynaexq.policy.pins import select_beside_pins
+from dynaexq.policy.pins import LEAST, select_beside_pins
 
 LAYERS, EXPERTS = 2, 6
 
@@ -39,7 +39,8 @@ def test_pins_hold_and_the_others_compete(
         if fresh:
             assert (wanted & ~high)[layer].sum() == min(left, free.sum())
         elif slack == 0 and free.any():
-            alone = select_high(scores[[layer]][:, free], current[[layer]][:, free], np.array([left]), options)
+            traffic = scores[[layer]][:, free] + (LEAST if (high | low).any() else 0.0)
+            alone = select_high(traffic, current[[layer]][:, free], np.array([left]), options)
             assert wanted[layer, free].tolist() == alone[0].tolist()
 
 

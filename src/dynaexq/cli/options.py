@@ -14,7 +14,7 @@ import typer
 from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS
-from dynaexq.formats.base import DEFAULT_GROUP_SIZE
+from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier
 from dynaexq.integrations.transformers.kept import KV_DTYPES
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
 from dynaexq.launch_options import DEFAULT_DENSE, PAIRED, LaunchOptions
@@ -30,13 +30,16 @@ ModeOption = Annotated[
     str,
     typer.Option(
         help="full: every expert at the highest tier; static: at --tier; uniform: at the best tier that fits; dynaexq: "
-        "router traffic decides which experts get the higher of two tiers; static-map: those --map says, for good; "
+        "router traffic decides which experts get which tier; static-map: as --map says, for good; "
         "auto: what fits best. To compare: blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain "
         "top-n)."
     ),
 ]
 TierOption = Annotated[
-    str | None, typer.Option(help="With --mode static: bf16, int8, int4, int3, int2 or int1.", show_default=False)
+    str | None,
+    typer.Option(
+        help=f"With --mode static: {', '.join(name for name in TIERS if not base_tier(name))}.", show_default=False
+    ),
 ]
 MemoryOption = Annotated[
     str | None,
@@ -45,8 +48,8 @@ MemoryOption = Annotated[
 ExpertMemoryOption = Annotated[
     str | None, typer.Option(help="Hard limit on the expert pool alone, such as 16M.", show_default=False)
 ]
-HighOption = Annotated[str | None, typer.Option(help="The tier of the hottest experts.", show_default=False)]
-LowOption = Annotated[str | None, typer.Option(help="The tier of all others.", show_default=False)]
+HighOption = Annotated[str | None, typer.Option(help="The highest tier, of the hottest experts.", show_default=False)]
+LowOption = Annotated[str | None, typer.Option(help="The lowest tier, of the coldest.", show_default=False)]
 MapOption = Annotated[
     Path | None,
     typer.Option("--map", help="With --mode static-map: a profile made by `dynaexq calibrate`.", show_default=False),
@@ -61,11 +64,11 @@ RankingOption = Annotated[
 ]
 RecordMapOption = Annotated[
     Path | None,
-    typer.Option(help="Write down which experts were high in every pass, to repeat the run.", show_default=False),
+    typer.Option(help="Write down the tier of every expert in every pass, to repeat the run.", show_default=False),
 ]
 ReplayMapOption = Annotated[
     Path | None,
-    typer.Option(help="Have the experts high that --record-map wrote down, pass by pass.", show_default=False),
+    typer.Option(help="Have experts at the tiers that --record-map wrote down, pass by pass.", show_default=False),
 ]
 TuneOption = Annotated[
     list[str] | None,

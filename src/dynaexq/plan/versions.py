@@ -85,7 +85,8 @@ def plan_versions(
         extra, scratch = share_spare(spare, len(ladder)), sizes[0] if wish.shadow else 0
         room = budget - scratch - sum(each * more for each, more in zip(sizes, extra, strict=True))
         if room < sizes[-1] * shape.layers * shape.experts:
-            break
+            ladder = ladder[1:]  # fewer tiers need less to spare
+            continue
         levels = choose_levels(known, ladder, sizes, room, known.traffic)
         counts = np.bincount(levels.ravel(), minlength=len(ladder)).tolist()
         if all(counts[:-1]):
@@ -95,9 +96,12 @@ def plan_versions(
         else:
             ladder = (*(tier for tier, count in zip(ladder[:-1], counts, strict=False) if count), wish.low)
     high = ladder[0] if len(ladder) > 1 else wish.high
-    scratch = size(high) if wish.shadow and known and over_model and layout == "replace" else 0
-    pools = plan_pair(shape, size(high), size(wish.low), budget - scratch, layout, wish.spare)
-    return VersionPlan((high, wish.low), replace(pools, scratch=scratch if pools.raised else 0), over_model)
+    pair, scratch = (size(high), size(wish.low)), size(high)
+    if wish.shadow and known and over_model and layout == "replace":
+        pools = plan_pair(shape, *pair, budget - scratch, layout, wish.spare)
+        if pools.raised:
+            return VersionPlan((high, wish.low), replace(pools, scratch=scratch), over_model)
+    return VersionPlan((high, wish.low), plan_pair(shape, *pair, budget, layout, wish.spare), over_model)
 
 
 def plan_map(

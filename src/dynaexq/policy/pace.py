@@ -103,9 +103,10 @@ class Pace:
                 weights += len(busy)
         return total / weights if weights else None
 
-    def describe(self) -> dict[str, float | None]:
-        """For people: `share` of the link last given, `slowdown`, and `open_until` when the last shift counts."""
-        return {"share": self._share, "slowdown": self.slowdown, "open_until": self._open_until}
+    @property
+    def share(self) -> float:
+        """Of the link that was last given."""
+        return self._share
 
     def _is_open(self, now: float, pending_bytes: float) -> bool:
         """After a shift, and until the first backlog since start is worked off."""

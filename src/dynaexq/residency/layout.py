@@ -118,8 +118,10 @@ def plan_pair(
 
 
 def share_spare(spare: int, tiers: int) -> tuple[int, ...]:
-    """`spare` blocks over the pools of `tiers` tiers from the highest down: none to the highest, the others at least
-    one each, which is enough for a way from any map to any other (tests/residency)."""
+    """`spare` blocks over the pools of `tiers` tiers from the highest down: none to the highest, and unless there are
+    none at all, the others at least one each, which is enough for a way from any map to any other (tests/residency)."""
+    if spare == 0:
+        return (0,) * tiers
     pools = tiers - 1
     each = [spare // pools + (place < spare % pools) for place in range(pools)]
     return (0, *(max(1, count) for count in reversed(each)))
@@ -128,8 +130,7 @@ def share_spare(spare: int, tiers: int) -> tuple[int, ...]:
 def plan_ladder(sizes: Sequence[int], counts: Sequence[int], spare: int, scratch: int) -> PoolPlan:
     """Pools for `counts` experts at each tier, `spare` blocks among them and `scratch` bytes, layout `replace`; sizes
     and counts from the highest tier down."""
-    extra = share_spare(spare, len(sizes)) if spare else (0,) * len(sizes)
-    blocks = tuple(count + more for count, more in zip(counts, extra, strict=True))
+    blocks = tuple(count + more for count, more in zip(counts, share_spare(spare, len(sizes)), strict=True))
     return PoolPlan(tuple(sizes), tuple(counts[:-1]), blocks, keep_low=False, scratch=scratch)
 
 

@@ -60,12 +60,13 @@ class PoolBorder:
         Raises:
             OptionError: not even the low tier fits, or the plan has less.
         """
-        if not self.least_bytes <= nbytes <= self.most_bytes:
+        over = max(self._each, default=0)  # what a plan could not spend of its limit
+        if not self.least_bytes <= nbytes <= self.most_bytes + over:
             raise OptionError(
                 f"{nbytes} bytes of expert memory: this run can have {self.least_bytes} (all experts low) to "
                 f"{self.most_bytes} (as planned at its start)"
             )
-        left, missing = list(self.most), self.most_bytes - nbytes
+        left, missing = list(self.most), max(0, self.most_bytes - nbytes)
         for level, each in enumerate(self._each):
             gone = min(left[level], -(-missing // each))
             left[level] -= gone

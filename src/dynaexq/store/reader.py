@@ -157,7 +157,14 @@ class ExpertStore:
             tier: [self._open_layer(layer, tier).output_errors for layer in range(self.shape.layers)]
             for tier in self.manifest.tiers
         }
-        return make_sensitivity(self.manifest.calibration, errors)
+        known = make_sensitivity(self.manifest.calibration, errors)
+        if known is None:
+            warnings.warn(
+                f"{self.root} was calibrated, but does not say of every version what it loses, so layers get equal "
+                "shares; `dynaexq prepare` with its --calibration again restores that",
+                stacklevel=2,
+            )
+        return known
 
     def missing_files(self) -> list[str]:
         """Layer files in use that are no longer where they were opened."""

@@ -44,7 +44,7 @@ class Sensitivity:
 
 def make_sensitivity(info: CalibrationInfo, errors: dict[str, list[list[float]]]) -> Sensitivity | None:
     """Put together what a store says: `errors` in outputs [layers][experts] by tier; None if some are empty."""
-    if not all(all(layers) for layers in errors.values()):
+    if not all(all(layers) for layers in errors.values()) or not any(info.sensitivity):
         return None
     tiers = tuple(sorted(errors, key=tier_rank))
     energies = np.stack([np.array(errors[tier], np.float64) for tier in tiers], -1)

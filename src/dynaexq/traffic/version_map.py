@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -115,6 +116,8 @@ class RecordedMap:
             changes = [_Change.model_validate(line) for line in lines[1:-1]]
             if any(len(change.to) != len(head.tiers) for change in changes) or len(head.slots) != len(head.tiers) - 1:
                 raise ValueError("its lines do not fit its head")
+            if any(len({*chain(*change.to)}) != sum(map(len, change.to)) for change in changes):
+                raise ValueError("an expert comes to two tiers at once")
         except OSError as error:
             raise SideFileError(f"cannot read the version map {path}: {error.strerror or error}") from error
         except (ValueError, ValidationError, IndexError) as error:
@@ -124,7 +127,7 @@ class RecordedMap:
         if head.tiers != tiers:
             raise SideFileError(
                 f"{path} was recorded at {' and '.join(head.tiers)}, this run has {' and '.join(tiers)}; "
-                "give the same --high and --low"
+                "give the same --high, --low, --expert-memory and slots"
             )
         return cls(path, head, changes, end.windows)
 
@@ -132,8 +135,8 @@ class RecordedMap:
         """Raise SideFileError unless every recorded map fits into `slots`, from the highest tier down."""
         if any(recorded > here for recorded, here in zip(self.head.slots, slots, strict=True)):
             raise SideFileError(
-                f"{self._path} was recorded with {self.head.slots} high slots, this run has {slots}; "
-                "give the same --expert-memory"
+                f"{self._path} was recorded with {_slots_text(self.head.tiers, self.head.slots)}, this run has "
+                f"{_slots_text(self.head.tiers, slots)}; give the same --expert-memory"
             )
 
     def next(self) -> Levels:
@@ -158,6 +161,10 @@ class RecordedMap:
                     raise SideFileError(f"{self._path}: window {window} names an expert that is not there") from error
                 change = next(coming)
             yield levels.copy()
+
+
+def _slots_text(tiers: tuple[str, ...], slots: tuple[int, ...]) -> str:
+    return ", ".join(f"{count} experts at {tier}" for count, tier in zip(slots, tiers, strict=False))
 
 
 def _all_low(head: MapHead) -> Levels:

@@ -9,9 +9,6 @@ bytes. Loss, KL to bf16 and paired differences, 95 % intervals by bootstrap over
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +20,7 @@ import torch
 from benchmarks.adaptive_report import render
 from benchmarks.adaptive_stream import Stream
 from benchmarks.machine import THREADS, describe_run, publish
+from benchmarks.spread import make_parser, run_in_processes
 from benchmarks.workloads import Workload, read_workloads
 from dynaexq.evaluate.divergence import Scores, compare_models
 from dynaexq.formats import DEFAULT_QUANTIZER, VersionLayout, tier_rank
@@ -79,8 +77,7 @@ class Job(NamedTuple):
 
 def main() -> None:
     """Run the comparison."""
-    arguments = _parse()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    arguments = make_parser(__doc__, "one cell with rtn, two passes a phase").parse_args()
     quiet_transformers()
     cells = QUICK_CELLS if arguments.quick else CELLS
     passes, batch = (2, 1) if arguments.quick else (PASSES, BATCH)
@@ -88,8 +85,7 @@ def main() -> None:
         stores = _prepare(Path(directory), cells)
         jobs = min(arguments.jobs, len(cells))
         parts = [Job(cells[n::jobs], stores, arguments.texts, passes, batch, THREADS // jobs) for n in range(jobs)]
-        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            results = pool.map(compare, parts, chunksize=1)
+        results = run_in_processes(compare, parts)
     found = {name: cell for result in results for name, cell in result["cells"].items()}
     result = {
         "run": describe_run(),
@@ -244,16 +240,6 @@ def _prepare(directory: Path, cells: list[Cell]) -> dict[str, Path]:
         prepare_store(open_experts(EMBEDDED_MODEL)[1], root, options, lambda *_: None)
         print(f"prepared {quantizer}", file=sys.stderr)
     return stores
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one cell with rtn, two passes a phase")
-    parser.add_argument("--texts", type=Path, help="directory with the texts that are not shipped")
-    parser.add_argument("--jobs", type=int, default=THREADS, choices=(1, THREADS), help="processes of one thread each")
-    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
-    parser.add_argument("--readme", metavar="FILE", help="replace the table between the markers of this file")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

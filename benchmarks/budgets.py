@@ -10,8 +10,6 @@ differences, 95 % intervals by bootstrap over documents. `benchmarks.budgets_plo
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +22,7 @@ from benchmarks.adaptive_stream import Stream
 from benchmarks.budgets_report import render
 from benchmarks.calibrated import make_calibrated_store
 from benchmarks.machine import THREADS, describe_run, publish
+from benchmarks.spread import make_parser, run_in_processes
 from benchmarks.workloads import read_workloads
 from dynaexq.evaluate.divergence import compare_models
 from dynaexq.formats import DEFAULT_QUANTIZER
@@ -77,7 +76,6 @@ class Job(NamedTuple):
 def main() -> None:
     """Run the comparison."""
     arguments = _parse()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     quiet_transformers()
     budgets, passes, batch = ((3.5,), 2, 1) if arguments.quick else (BITS, PASSES, BATCH)
     with tempfile.TemporaryDirectory() as directory:
@@ -87,8 +85,7 @@ def main() -> None:
             Job([*budgets[n::jobs]], n == jobs - 1, highest, stores, arguments.texts, passes, batch, THREADS // jobs)
             for n in range(jobs)
         ]
-        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            results = pool.map(compare, parts, chunksize=1)
+        results = run_in_processes(compare, parts)
     methods = {name: method for result in results for name, method in result["methods"].items()}
     result = {
         "run": describe_run(),
@@ -193,13 +190,8 @@ def _prepare(directory: Path, arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one budget, two passes a phase")
-    parser.add_argument("--texts", type=Path, help="directory with the texts that are not shipped")
+    parser = make_parser(__doc__, "one budget, two passes a phase")
     parser.add_argument("--calibrated", type=Path, help="a calibrated store of the embedded model with all tiers")
-    parser.add_argument("--jobs", type=int, default=THREADS, choices=(1, THREADS), help="processes of one thread each")
-    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
-    parser.add_argument("--readme", metavar="FILE", help="replace the table between the markers of this file")
     return parser.parse_args()
 
 

@@ -105,3 +105,17 @@ def test_four_and_four_bits_come_near_eight() -> None:
     found = decode(encode_nested(exact, Base(base, low), high, SHAPE, metrics()).block, high, SHAPE, Base(base, low))
     direct = decode(encode(exact, tier_format("int8", 64), SHAPE, "als").block, tier_format("int8", 64), SHAPE)
     assert loss(exact, found) < 2.2 * loss(exact, direct)
+
+
+@pytest.mark.parametrize(("tier", "above", "below"), [("int2d4", "int2", "int4"), ("int4d8", "int4", "int8")])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_an_uneven_version_is_made_of_those_of_two_tiers(tier: str, above: str, below: str, fitted: bool) -> None:
+    quantizer, known = (CALIBRATED, metrics()) if fitted else ("als-gain", None)
+
+    def version(name: str) -> ExpertWeights:
+        fmt = tier_format(name, 64)
+        return decode(encode(weights(), fmt, SHAPE, quantizer, known).block, fmt, SHAPE)
+
+    found, first, second = version(tier), version(above), version(below)
+    for part, expected in zip(found, (first.gate, first.up, second.down), strict=True):
+        assert torch.equal(part, expected)

@@ -25,7 +25,7 @@ from dynaexq.traffic.inputs import ExpertInputs, InputsWriter, LayerInputs
 from support.files import contents, flip_byte, silent
 from support.sources import SHAPE, RandomSource
 
-TIERS = ("int2", "int3", "int4", "int4+4", "int8", "bf16")
+TIERS = ("int2", "int2d4", "int3", "int4", "int4+4", "int8", "bf16")
 SENSITIVITY = [3e-5, 2e-5, 1e-5]
 TOKENS = 50
 UNUSED = ExpertKey(2, 3)
@@ -99,7 +99,7 @@ def test_losses_are_what_the_versions_on_disk_do_to_outputs(made: Made) -> None:
     store = ExpertStore.open(made.root / "store")
     found = store.sensitivity
     assert found is not None
-    assert found.tiers == ("int2", "int3", "int4", "int8", "int4+4", "bf16")
+    assert found.tiers == ("int2", "int2d4", "int3", "int4", "int8", "int4+4", "bf16")
     assert found.losses.shape == (3, 4, 6)
     for key in SHAPE.expert_keys():
         inputs, exact = made.inputs.layer(key.layer), made.source.read(key)

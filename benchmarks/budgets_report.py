@@ -34,8 +34,8 @@ def render(result: dict[str, Any]) -> str:
             [_target_row(result, bits) for bits in result["bits"]],
         ),
         "",
-        "Traffic: MiB moved over the stream, MiB per 0.001 nats that it takes off the map of the whole stream's first "
-        "phase, and passes after a shift until 90 % of the final KL gain is back (math, code).",
+        "Traffic: MiB moved over the stream, and passes after a shift until 90 % of the final KL gain over the map of "
+        "text is back (math, code).",
         "",
         *table(
             ["method", "KL", "perplexity", "MiB moved", "passes until 90 %"],

@@ -100,7 +100,7 @@ def test_losses_are_what_the_versions_on_disk_do_to_outputs(made: Made) -> None:
     found = store.sensitivity
     assert found is not None
     assert found.tiers == ("int2", "int2d4", "int3", "int4", "int8", "int4+4", "bf16")
-    assert found.losses.shape == (3, 4, 6)
+    assert found.losses.shape == (3, 4, 7)
     for key in SHAPE.expert_keys():
         inputs, exact = made.inputs.layer(key.layer), made.source.read(key)
         share = int((inputs.ids == key.expert).sum()) / TOKENS

@@ -52,7 +52,7 @@ EXTRAS: dict[float, dict[str, dict[str, Any]]] = {
         "margin 0": {"margin": 0.0},
         "margin 0.2": {"margin": 0.2},
         "signal mass": {"signal": "mass"},
-        "no shadow": {"shadow": "off"},
+        "shadow": {"shadow": "on"},
         "no drift": {"keep_at_shift": 1.0},
     },
 }

@@ -64,7 +64,9 @@ def test_people_can_have_two_tiers(embedded_store: Path, known: Sensitivity) -> 
 
 
 def test_a_ladder_serves_and_says_what_it_holds(embedded_store: Path, known: Sensitivity, tmp_path: Path) -> None:
-    with LLM(str(embedded_store), slots=1, context=256, mode="dynaexq", expert_memory="12M") as llm:
+    with LLM(
+        str(embedded_store), slots=1, context=256, mode="dynaexq", expert_memory="12M", tune={"shadow": "on"}
+    ) as llm:
         assert llm.generate("reverse: a b c", max_tokens=12).text
         runtime = llm.launch.runtime
         experts, report = runtime.experts, llm.launch.report()

@@ -41,7 +41,7 @@ def load(store: Path, **tuning: Any) -> tuple[Any, ExpertRuntime]:
         expert_memory=9 << 20,
         drive="replay",
         activations="fp32",
-        tuning=tuning,
+        tuning={"shadow": "on", **tuning},
     )
     model = load_model(store, config, torch.float32)
     return model, runtime_of(model)

@@ -259,7 +259,7 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
     }
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
-    common |= {"high": plan.high, "low": plan.tier, "expert_memory": plan.room}
+    common |= {"high": plan.asked, "low": plan.tier, "expert_memory": plan.room}
     common |= {"tuning": options.make_tuning().changed()}
     if plan.mode == "static-map":
         return DynaExqConfig(mode="static-map", profile=str(options.profile), **common)

@@ -139,7 +139,7 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
         record = MapRecorder(adaptive.record, head)
     shadow = None
     room = plan.pools.scratch > 0 or plan.pools.keep_low
-    if losses and drops is not None and tuning.shadow == "on" and room and recorded is None:
+    if losses and drops is not None and tuning.shadow != "off" and room and recorded is None:
         shadow = Shadow(experts, source, drops, losses.layers)
     signals = Signals(shape, options.keep_at_shift, shadow, tuning.pace(adaptive.drive, link))
     control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded, signals)

@@ -35,7 +35,8 @@ class Tuning:
             slots of all tiers from the low to the high one, by what experts lose at them); default `model` for a store
             that was calibrated, else `layer`.
         shadow: `on` (where experts move by what they lose, a few tokens also run on another version of an expert, which
-            says whether calibration was right) or `off`.
+            says whether calibration was right) or `off`; default on where the scratch block that it needs is at most
+            0.5 % of the bytes.
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
             low version stays: a demotion copies nothing); default `replace`, but `keep` for a nested high tier.
         spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
@@ -57,7 +58,7 @@ class Tuning:
     interval: float = ControlOptions.interval
     every_windows: int = ControlOptions.every_windows
     slots: str | None = None
-    shadow: str = "on"
+    shadow: str | None = None
     layout: str | None = None
     spare: int | None = None
     in_flight: int = RateLimit.in_flight
@@ -76,7 +77,7 @@ class Tuning:
         self.rate("thread", 1.0).check()
         self.pace_options.check()
         check_slots(self.slots)
-        if self.shadow not in SHADOW:
+        if self.shadow not in (None, *SHADOW):
             raise OptionError(f"unknown shadow '{self.shadow}'; known are {', '.join(SHADOW)}")
         check_layout(self.layout, self.spare)
 
@@ -116,7 +117,8 @@ class Tuning:
 
     def wish(self, high: str, low: str) -> VersionWish:
         """How to spend bytes between two tiers."""
-        return VersionWish(high, low, self.slots, self.layout, self.spare, self.shadow == "on")
+        shadow = None if self.shadow is None else self.shadow == "on"
+        return VersionWish(high, low, self.slots, self.layout, self.spare, shadow)
 
     @property
     def link_bytes_per_second(self) -> float | None:

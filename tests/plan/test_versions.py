@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from dynaexq.core import ExpertKey, ExpertShape, ModelShape, OptionError
 from dynaexq.formats import tier_rank
-from dynaexq.plan.versions import VersionWish, choose_levels, drops_between, plan_map, plan_versions
+from dynaexq.plan.versions import VersionPlan, VersionWish, choose_levels, drops_between, plan_map, plan_versions
 from dynaexq.store.sensitivity import Sensitivity
 
 SHAPE = ModelShape(4, 32, ExpertShape(64, 32))
@@ -45,11 +46,39 @@ def test_a_ladder_stays_within_its_bytes(budget: int, seed: int, spare: int | No
         assert sum(plan.pools.blocks) - spares.sum() >= 129  # the lowest pool has a spare one, too
 
 
-def test_the_same_plan_follows_from_its_own_ends() -> None:
-    for budget in range(FLOOR + 100, 40 * 128, 97):
-        plan = plan_versions(SHAPE, size, VersionWish("bf16", "int2"), budget, known())
-        again = plan_versions(SHAPE, size, VersionWish(plan.tiers[0], "int2"), budget, known())
-        assert again == plan
+def predicted(plan: VersionPlan, budget: int, losses: Sensitivity) -> float:
+    """What a plan loses under the calibration's traffic, its spare blocks aside."""
+    counts = [*plan.pools.slots, 128 - plan.pools.raised]
+    spare = sum(
+        size * (block - count) for size, block, count in zip(plan.pools.sizes, plan.pools.blocks, counts, strict=True)
+    )
+    levels = choose_levels(losses, plan.tiers, plan.pools.sizes, budget - spare, losses.traffic)
+    return loss(levels, plan.tiers, losses)
+
+
+def test_tiers_that_cost_more_than_they_bring_are_left_out() -> None:
+    losses = known()
+    for budget in range(FLOOR + 200, 40 * 128, 301):
+        plan = plan_versions(SHAPE, size, VersionWish("bf16", "int2"), budget, losses)
+        for place in range(len(plan.tiers) - 1 if len(plan.tiers) > 2 else 0):
+            rising = (plan.tiers[:place] + plan.tiers[place + 1 :])[::-1]
+            places = [losses.tiers.index(tier) for tier in rising]
+            only = replace(losses, tiers=rising, losses=losses.losses[:, :, places])
+            other = plan_versions(SHAPE, size, VersionWish(rising[-1], "int2"), budget, only)
+            assert predicted(plan, budget, losses) <= 1.0001 * predicted(other, budget, losses)
+
+
+def test_a_scratch_block_is_for_those_who_ask_or_can_afford_it() -> None:
+    budget = 20 * 128
+    for shadow in (None, True, False):
+        plan = plan_versions(SHAPE, size, VersionWish("int8", "int2", shadow=shadow), budget, known())
+        assert bool(plan.pools.scratch) is (shadow is True) and plan.pools.nbytes <= budget
+    more = {
+        name: np.tile(getattr(known(), name), (100, *[1] * (getattr(known(), name).ndim - 1)))
+        for name in ("losses", "traffic")
+    }
+    shape = ModelShape(400, 32, SHAPE.expert)
+    assert plan_versions(shape, size, VersionWish("int8", "int2"), 100 * budget, replace(known(), **more)).pools.scratch
 
 
 def test_what_is_not_known_or_asked_otherwise_gets_two_tiers() -> None:

@@ -78,7 +78,7 @@ class MemoryPlan:
     """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes).
 
     `tier` is that of every expert, or the lowest that experts have; `high` the highest, `versions` how many can be at
-    each tier, and `room` the bytes that were to be spent on them.
+    each tier, `room` the bytes that were to be spent on them, and `asked` the tier up to which.
     """
 
     mode: str
@@ -89,6 +89,7 @@ class MemoryPlan:
     high: str | None = None
     versions: VersionPlan | None = None
     room: int = 0
+    asked: str | None = None
 
     @property
     def tiers(self) -> str:
@@ -202,7 +203,7 @@ def add_high(
     if versions.pools.raised == 0:
         return None
     spent = replace(plan, expert_bytes=versions.pools.nbytes, versions=versions, room=pool)
-    return replace(spent, mode="dynaexq", tier=wish.low, high=versions.tiers[0])
+    return replace(spent, mode="dynaexq", tier=wish.low, high=versions.tiers[0], asked=wish.high)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +33,13 @@ UNSEEN_TRAFFIC = 0.05
 """Part of an average expert's traffic that is added to each expert's: other texts may use what calibration did not."""
 
 
+SCRATCH_SHARE = 0.005
+"""Of the bytes that a scratch block for the shadow signal may take, unless it is asked for."""
+
+Ladder = tuple[str, ...]
+"""Tiers from the highest down."""
+
+
 class VersionPlan(NamedTuple):
     """Tiers from the highest down, their pools, and whether all layers share them."""
 
@@ -44,14 +50,14 @@ class VersionPlan(NamedTuple):
 
 class VersionWish(NamedTuple):
     """The highest and the lowest tier, and how to spend bytes between them; None: by what is known. `shadow` keeps a
-    scratch block for probes, where experts move by what they lose."""
+    scratch block for probes, where experts move by what they lose and others would have to be read."""
 
     high: str
     low: str
     slots: str | None = None
     layout: str | None = None
     spare: int | None = None
-    shadow: bool = False
+    shadow: bool | None = None
 
 
 def check_slots(slots: str | None) -> None:
@@ -65,8 +71,9 @@ def plan_versions(
 ) -> VersionPlan:
     """Spend `budget` bytes on versions between two tiers.
 
-    Two tiers get as many high slots as there is room for. More of them, where it is known what versions lose, hold as
-    many experts as the allocation with the least loss under the calibration's traffic gives each.
+    Where it is not known what versions lose, two tiers get as many high slots as there is room for. Where it is, tiers
+    between them are taken in, as far as they bring more than the spare blocks they need, and hold as many experts as
+    the allocation with the least loss under the calibration's traffic gives each.
 
     Args:
         size: bytes of a version of a tier, padding included.
@@ -75,33 +82,55 @@ def plan_versions(
         OptionError: see choose_layout.
     """
     over_model = (wish.slots or ("model" if known else "layer")) == "model"
-    ladder: tuple[str, ...] = (wish.high, wish.low)
-    if known and over_model and not base_tier(wish.high) and wish.layout != "keep":
-        ladder = ladder_between(known.tiers, wish.high, wish.low)
+    pair = (wish.high, wish.low)
+    on_ladder = known is not None and over_model and not base_tier(wish.high) and wish.layout != "keep"
+    ladder = ladder_between(known.tiers, *pair) if known and on_ladder else pair
     layout = choose_layout(wish.layout, ladder, wish.spare)
-    spare = default_spare(shape) if wish.spare is None else wish.spare
-    while known and len(ladder) > 2:
-        sizes = [size(tier) for tier in ladder]
-        extra, scratch = share_spare(spare, len(ladder)), sizes[0] if wish.shadow else 0
-        room = budget - scratch - sum(each * more for each, more in zip(sizes, extra, strict=True))
-        if room < sizes[-1] * shape.layers * shape.experts:
-            ladder = ladder[1:]  # fewer tiers need less to spare
-            continue
+    if known and on_ladder:
+        spare = default_spare(shape) if wish.spare is None else wish.spare
+        best = _Ladders(size, wish, spare, budget, known).find_best(ladder)
+        if best is not None:
+            return best
+    return VersionPlan(pair, plan_pair(shape, size(wish.high), size(wish.low), budget, layout, wish.spare), over_model)
+
+
+class _Ladders:
+    """Ladders with the same lowest tier within the same bytes, compared by what they are predicted to lose."""
+
+    def __init__(
+        self, size: Callable[[str], int], wish: VersionWish, spare: int, budget: int, known: Sensitivity
+    ) -> None:
+        self._size, self._shadow, self._spare, self._budget, self._known = size, wish.shadow, spare, budget, known
+
+    def find_best(self, ladder: Ladder) -> VersionPlan | None:
+        """Without the tiers that cost more than they bring, dropped one by one; None: no two tiers fit."""
+        loss, plan = self._plan(ladder)
+        while len(ladder) > 2:
+            shorter = [ladder[:place] + ladder[place + 1 :] for place in range(len(ladder) - 1)]
+            tried = [(*self._plan(each), each) for each in shorter]
+            least = min(range(len(tried)), key=lambda place: tried[place][0])
+            if plan is not None and tried[least][0] > loss:
+                break
+            loss, plan, ladder = tried[least]
+        return plan
+
+    def _plan(self, ladder: Ladder) -> tuple[float, VersionPlan | None]:
+        """What a ladder is predicted to lose, and its pools; None where there is no room for a single expert more."""
+        sizes, known = [self._size(tier) for tier in ladder], self._known
+        extra = share_spare(self._spare, len(ladder))
+        wanted = sizes[0] <= SCRATCH_SHARE * self._budget if self._shadow is None else self._shadow
+        scratch = sizes[0] if wanted else 0
+        room = self._budget - scratch - sum(each * more for each, more in zip(sizes, extra, strict=True))
+        if room < sizes[-1] * known.traffic.size:
+            return float("inf"), None
         levels = choose_levels(known, ladder, sizes, room, known.traffic)
         counts = np.bincount(levels.ravel(), minlength=len(ladder)).tolist()
-        if all(counts[:-1]):
-            return VersionPlan(ladder, plan_ladder(sizes, counts, spare, scratch), over_model)
-        if counts[0] == 0:  # one at a time: the plan of what is left is the plan of these ends
-            ladder = ladder[1:]
-        else:
-            ladder = (*(tier for tier, count in zip(ladder[:-1], counts, strict=False) if count), wish.low)
-    high = ladder[0] if len(ladder) > 1 else wish.high
-    pair, scratch = (size(high), size(wish.low)), size(high)
-    if wish.shadow and known and over_model and layout == "replace":
-        pools = plan_pair(shape, *pair, budget - scratch, layout, wish.spare)
-        if pools.raised:
-            return VersionPlan((high, wish.low), replace(pools, scratch=scratch), over_model)
-    return VersionPlan((high, wish.low), plan_pair(shape, *pair, budget, layout, wish.spare), over_model)
+        if not all(counts[:-1]):
+            return float("inf"), None
+        places = np.array([known.tiers.index(tier) for tier in ladder])[levels]
+        losses = np.take_along_axis(known.losses, places[:, :, None], 2)[:, :, 0]
+        plan = VersionPlan(ladder, plan_ladder(sizes, counts, self._spare, scratch), over_model=True)
+        return float((known.traffic * losses).sum()), plan
 
 
 def plan_map(

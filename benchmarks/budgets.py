@@ -32,8 +32,8 @@ from dynaexq.integrations.transformers.loading import load_model, load_tokenizer
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 
-BATCH, PASSES = 4, 12
-"""Windows of a forward pass, and passes and updates of each phase: 24,528 tokens a phase."""
+BATCH, PASSES = 4, 10
+"""Windows of a forward pass, and passes and updates of each phase: 20,440 tokens a phase."""
 
 BITS = (3.0, 3.5, 4.0, 4.5, 5.5, 6.5)
 """Budgets, per expert weight: scales, offsets, padding and spare blocks included."""

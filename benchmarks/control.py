@@ -26,6 +26,7 @@ from dynaexq.device.fake import FakeCopyEngine
 from dynaexq.formats import ExpertFormat, tier_format
 from dynaexq.kernels import ExpertsCall, LayerFunctions
 from dynaexq.policy import Hotness, HotnessOptions, SelectionOptions, pick_hottest, select_high
+from dynaexq.policy.ladder import Ladder
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.layout import PoolPlan, share_evenly
 from dynaexq.residency.resizing import PoolBorder
@@ -127,6 +128,29 @@ def measure_ticks(ticks: int) -> dict[str, Any]:
     return result
 
 
+def measure_ladder(ticks: int) -> dict[str, Any]:
+    """Milliseconds of the same on a ladder of four tiers that the whole model shares."""
+    random, shape = np.random.default_rng(0), (SHAPE.layers, SHAPE.experts)
+    share = SHAPE.layers * SHAPE.experts // 8
+    drops = random.uniform(0.5, 2.0, (3, *shape)) * np.array([0.06, 1.0, 4.0])[:, None, None]
+    ladder = Ladder(np.array([[share], [2 * share], [3 * share]]), drops, (15, 4, 4), (51, 32, 24))
+    hotness, nobody = Hotness(*shape, HotnessOptions()), np.zeros(shape, bool)
+    current, options = np.full(shape, 3, np.int8), SelectionOptions(Tuning().margin)
+    times, moves = [], []
+    for tick in range(ticks):
+        if tick % 50 == 0:
+            base = random.gamma(0.5, 2, shape) * 20
+        decode = random.poisson(base).astype(float)
+        prefill = np.zeros_like(decode)
+        start = time.perf_counter()
+        hotness.update(prefill, decode)
+        wanted = ladder.choose(hotness.scores, current, options, nobody, nobody)
+        times.append(time.perf_counter() - start)
+        moves.append(int((wanted != current).sum()))
+        current = wanted
+    return {**_summary(times, 1e3), "moves_median": float(np.median(moves))}
+
+
 def measure_handover(windows: int) -> dict[str, Any]:
     """Microseconds per layer that traffic adds to the token path at batch 1, with the control thread running."""
     experts = build(spare=4)
@@ -209,7 +233,7 @@ def _summary(seconds: list[float], unit: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the three measurements."""
+    """Run the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
@@ -219,6 +243,7 @@ def main() -> None:
     result = {
         "run": describe_run(),
         "tick_milliseconds": measure_ticks(scale(1000)),
+        "ladder_milliseconds": measure_ladder(scale(1000)),
         "update_milliseconds": measure_updates(scale(100)),
         "handover_microseconds": measure_handover(scale(2000)),
         "exchanges": [count_windows(spare, scale(960)) for spare in (1, 2, 4, 8, 16)],
@@ -229,6 +254,11 @@ def main() -> None:
             print(
                 f"tick, {name}: median {tick['median']:.2f} ms, p99 {tick['p99']:.2f}, {tick['swaps_median']:.0f} swaps"
             )
+        ladder = result["ladder_milliseconds"]
+        print(
+            f"tick on a ladder of four tiers: median {ladder['median']:.2f} ms, p99 {ladder['p99']:.2f}, "
+            f"{ladder['moves_median']:.0f} moves"
+        )
         update = result["update_milliseconds"]
         print(f"whole update over {WINDOWS} forward passes: median {update['median']:.2f} ms, p99 {update['p99']:.2f}")
         added = result["handover_microseconds"]["added_per_layer"]

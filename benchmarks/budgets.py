@@ -43,7 +43,7 @@ PAIR_BELOW = 4.8
 
 UNIFORM = ("int2", "int2d4", "int3", "int3d4", "int4", "int4d8", "int8")
 FITTED = "int2,int2d3,int2d4,int3,int3d4,int4,int4+4,int4d8,int8,bf16"
-QUICK_FITTED = ("int2,int4", 1024)
+QUICK_FITTED = ("int2,int4", 256)
 PLAIN = ("int2", "int4", "int8")
 """Tiers of the stores without a calibration."""
 
@@ -184,7 +184,7 @@ def _prepare(directory: Path, arguments: argparse.Namespace) -> dict[str, Path]:
     stores = {CALIBRATED: arguments.calibrated or make_calibrated_store(directory, *fitted)}
     for quantizer in ("rtn", DEFAULT_QUANTIZER):
         stores[quantizer] = directory / quantizer
-        options = PrepareOptions(PLAIN, 64, quantizer)
+        options = PrepareOptions(PLAIN[:2] if arguments.quick else PLAIN, 64, quantizer)
         prepare_store(open_experts(EMBEDDED_MODEL)[1], stores[quantizer], options, lambda *_: None)
     return stores
 

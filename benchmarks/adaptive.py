@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from benchmarks.adaptive_report import render
-from benchmarks.adaptive_stream import Stream
+from benchmarks.adaptive_stream import Stream, score_models
 from benchmarks.machine import THREADS, describe_run, publish
 from benchmarks.spread import make_parser, run_in_processes
 from benchmarks.workloads import Workload, read_workloads
-from dynaexq.evaluate.divergence import Scores, compare_models
+from dynaexq.evaluate.divergence import Scores
 from dynaexq.formats import DEFAULT_QUANTIZER, VersionLayout, tier_rank
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model, load_tokenizer, open_experts, quiet_transformers
@@ -115,15 +115,7 @@ def compare(job: Job) -> dict[str, Any]:
         for cell in job.cells:
             for name, config in _variants(cell, job.stores[cell.quantizer], profiles).items():
                 models[f"{cell.name} {name}"] = load_model(job.stores[cell.quantizer], config, torch.float32)
-    windows = torch.cat([each.windows for each in workloads.values()])
-    moved: dict[str, list[int]] = {name: [] for name in models}
-
-    def progress(done: int, total: int) -> None:
-        for name, model in models.items():
-            moved[name].append(runtime_of(model).counters.bytes_moved)
-        print(f"{job.cells[0].name} and more: {done}/{total} windows", file=sys.stderr)
-
-    scores = compare_models(reference, models, windows, job.batch, progress)
+    scores, moved = score_models(reference, models, workloads, job.batch, f"{job.cells[0].name} and more")
     stream = Stream(workloads, job.batch)
     return {
         "files": {name: each.files for name, each in workloads.items()},

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.workloads import Workload
-from dynaexq.evaluate.divergence import Scores
+from dynaexq.evaluate.divergence import Scores, compare_models
 from dynaexq.evaluate.intervals import bootstrap_mean
+from dynaexq.integrations.transformers import runtime_of
+
+
+def score_models(
+    reference: Any, models: dict[str, Any], workloads: dict[str, Workload], batch: int, title: str
+) -> tuple[dict[str, Scores], dict[str, list[int]]]:
+    """Scores of all models over all workloads in a row, and bytes that each has moved after every forward pass."""
+    moved: dict[str, list[int]] = {name: [] for name in models}
+
+    def progress(done: int, total: int) -> None:
+        for name, model in models.items():
+            moved[name].append(runtime_of(model).counters.bytes_moved)
+        print(f"{title}: {done}/{total} windows", file=sys.stderr)
+
+    windows = torch.cat([each.windows for each in workloads.values()])
+    return compare_models(reference, models, windows, batch, progress), moved
 
 
 class Stream:

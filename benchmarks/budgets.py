@@ -10,7 +10,6 @@ differences, 95 % intervals by bootstrap over documents. `benchmarks.budgets_plo
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.adaptive import TOKENS, kl_by_pass, write_profiles
-from benchmarks.adaptive_stream import Stream
+from benchmarks.adaptive_stream import Stream, score_models
 from benchmarks.budgets_report import render
 from benchmarks.calibrated import make_calibrated_store
 from benchmarks.machine import THREADS, describe_run, publish
 from benchmarks.spread import make_parser, run_in_processes
 from benchmarks.workloads import read_workloads
-from dynaexq.evaluate.divergence import compare_models
 from dynaexq.formats import DEFAULT_QUANTIZER
 from dynaexq.formats.quantizers import CALIBRATED
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
@@ -112,21 +110,14 @@ def compare(job: Job) -> dict[str, Any]:
             name: load_model(job.stores[store], config, torch.float32)
             for name, (store, config) in _methods(job, profiles, weights).items()
         }
-    windows = torch.cat([each.windows for each in workloads.values()])
-    moved: dict[str, list[int]] = {name: [] for name in models}
-
-    def progress(done: int, total: int) -> None:
-        for name, model in models.items():
-            moved[name].append(runtime_of(model).counters.bytes_moved)
-        print(f"{len(models)} methods: {done}/{total} windows", file=sys.stderr)
-
-    scores = compare_models(reference, models, windows, job.batch, progress)
+    scores, moved = score_models(reference, models, workloads, job.batch, f"{len(models)} methods")
     stream = Stream(workloads, job.batch)
     own = {bits: scores[f"{bits:g} all tiers"] for bits in job.bits}
 
     def describe(name: str, model: Any) -> dict[str, Any]:
         bits = float(name.split(maxsplit=1)[0]) if name.split(maxsplit=1)[0] != "uniform" else None
         runtime = runtime_of(model)
+        pools = zip(runtime.experts.formats, runtime.experts.pools, strict=True)
         return {
             "bits": runtime.experts.bits_per_weight,
             "bytes": runtime.experts.expert_bytes,
@@ -135,7 +126,7 @@ def compare(job: Job) -> dict[str, Any]:
             "kl_by_pass": kl_by_pass(scores[name], stream.batch),
             "moved_by_pass": moved[name],
             "promotions": runtime.counters.promotions,
-            "tiers": {fmt.name: pool.capacity for fmt, pool in zip(runtime.experts.formats, runtime.experts.pools)},  # noqa: B905
+            "tiers": {fmt.name: pool.capacity for fmt, pool in pools},
         }
 
     return {
@@ -171,10 +162,8 @@ def _methods(job: Job, profiles: dict[str, Path], weights: int) -> dict[str, tup
             static = DynaExqConfig(mode="static-map", profile=str(path), expert_memory=memory, **whole, **common)
             found[f"{bits:g} map of {name}"] = CALIBRATED, static
     if job.uniform:
-        for tier in ExpertStore.open(job.stores[CALIBRATED]).manifest.tiers:
-            if tier not in UNIFORM:
-                continue
-            for store in ("rtn", DEFAULT_QUANTIZER, CALIBRATED) if tier in PLAIN else (CALIBRATED,):
+        for store, root in job.stores.items():
+            for tier in set(UNIFORM).intersection(ExpertStore.open(root).manifest.tiers):
                 found[f"uniform {tier} {store}"] = store, DynaExqConfig(mode="static", tier=tier, **common)
     return found
 

@@ -32,7 +32,6 @@ tiers, by what experts lose at them."""
 UNSEEN_TRAFFIC = 0.05
 """Part of an average expert's traffic that is added to each expert's: other texts may use what calibration did not."""
 
-
 SCRATCH_SHARE = 0.005
 """Of the bytes that a scratch block for the shadow signal may take, unless it is asked for."""
 
@@ -83,12 +82,12 @@ def plan_versions(
     """
     over_model = (wish.slots or ("model" if known else "layer")) == "model"
     pair = (wish.high, wish.low)
-    on_ladder = known is not None and over_model and not base_tier(wish.high) and wish.layout != "keep"
-    ladder = ladder_between(known.tiers, *pair) if known and on_ladder else pair
+    losses = known if over_model and not base_tier(wish.high) and wish.layout != "keep" else None
+    ladder = ladder_between(losses.tiers, *pair) if losses else pair
     layout = choose_layout(wish.layout, ladder, wish.spare)
-    if known and on_ladder:
+    if losses:
         spare = default_spare(shape) if wish.spare is None else wish.spare
-        best = _Ladders(size, wish, spare, budget, known).find_best(ladder)
+        best = _Ladders(size, wish, spare, budget, losses).find_best(ladder)
         if best is not None:
             return best
     return VersionPlan(pair, plan_pair(shape, size(wish.high), size(wish.low), budget, layout, wish.spare), over_model)

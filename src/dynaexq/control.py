@@ -249,16 +249,10 @@ class ControlLoop:
     def _move_to(self, levels: Levels) -> None:
         """Have every expert at its level of `levels` [layers * experts]."""
         wanted = levels.reshape(self.hotness.scores.shape).astype(np.int8)
-        while not np.array_equal(wanted, self._experts.levels()):
-            self.pipeline.want(wanted, self.hotness.scores)
-            self._settle()
-            if np.array_equal(wanted, self._experts.levels()):
-                return
-            detour = None if (problems := self.pipeline.problems()) else self._experts.find_detour(wanted)
-            if detour is None:
-                raise StoreError("a version of the recorded map cannot be had: " + "; ".join(problems))
-            self.pipeline.want(detour, self.hotness.scores)
-            self._settle()
+        self.pipeline.want(wanted, self.hotness.scores)
+        self._settle()
+        if not np.array_equal(wanted, self._experts.levels()):
+            raise StoreError("a version of the recorded map cannot be had: " + "; ".join(self.pipeline.problems()))
 
     def _settle(self) -> None:
         """Step until nothing moves any more."""

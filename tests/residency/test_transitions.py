@@ -16,7 +16,7 @@ from dynaexq.device.fake import FakeCopyEngine
 from dynaexq.formats import TIERS as ALL_TIERS
 from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
 from dynaexq.residency import BudgetTracker
-from dynaexq.residency.layout import PoolPlan
+from dynaexq.residency.layout import PoolPlan, share_spare
 from dynaexq.residency.resizing import PoolBorder
 from dynaexq.residency.transitions import RateLimit, TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts, load_versions
@@ -60,7 +60,7 @@ def build(slots: list[int], keep_low: bool = False, spare: int = 1, tiers: tuple
     source = PatternSource()
     sizes = tuple(VersionLayout.of(source.format(tier), SHAPE.expert).extent_bytes for tier in tiers)
     total = SHAPE.layers * SHAPE.experts
-    more = [0] + [spare if any(slots) and not keep_low else 0] * (len(tiers) - 1)
+    more = share_spare(spare if any(slots) and not keep_low else 0, len(tiers))
     counts = [*slots, total if keep_low else total - sum(slots)]
     blocks = tuple(count + extra for count, extra in zip(counts, more, strict=True))
     plan = PoolPlan(sizes, tuple(slots), blocks, keep_low)
@@ -92,7 +92,7 @@ class Pipeline(RuleBasedStateMachine):
         layout=st.sampled_from(["replace", "keep", "nested", "ladder"]),
         in_flight=st.integers(1, 3),
         rate=st.sampled_from([None, 5e4]),
-        spare=st.integers(1, 2),
+        spare=st.integers(1, 4),
     )
     def start(self, slots: list[int], layout: str, in_flight: int, rate: float | None, spare: int) -> None:
         self.tiers = {"nested": NESTED, "ladder": LADDER}.get(layout, TIERS)
@@ -259,15 +259,8 @@ def test_a_way_leads_from_any_map_to_any_other(seed: int, slots: list[int]) -> N
     for _ in range(6):
         wanted = fill(random.permutation(8), slots)
         raised = np.flatnonzero(wanted < len(slots))
-        fewer = random.integers(0, 2)
-        wanted.ravel()[random.permutation(raised)[:fewer]] = len(slots)
-        for _ in range(wanted.size):
-            go_to(wanted, pipeline, engine)
-            if np.array_equal(experts.levels(), wanted):
-                break
-            detour = experts.find_detour(wanted)
-            assert detour is not None and fewer
-            go_to(detour, pipeline, engine)
+        wanted.ravel()[random.permutation(raised)[: random.integers(0, 2)]] = len(slots)
+        go_to(wanted, pipeline, engine)
         assert np.array_equal(experts.levels(), wanted)
         experts.check_integrity()
 

@@ -17,8 +17,8 @@ LAYOUTS = ("replace", "keep")
 nested high version is but the rest."""
 
 MAX_DEFAULT_SPARE = 16
-EXPERTS_PER_SPARE = 50
-"""Spare blocks unless chosen: enough for 16 exchanges at once, but not above 2 % of the experts."""
+EXPERTS_PER_SPARE = 100
+"""Spare blocks unless chosen: enough for 16 exchanges at once, but not above 1 % of the experts."""
 
 Capacity = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -118,13 +118,11 @@ def plan_pair(
 
 
 def share_spare(spare: int, tiers: int) -> tuple[int, ...]:
-    """`spare` blocks over the pools of `tiers` tiers from the highest down: none to the highest, and unless there are
-    none at all, the others at least one each, which is enough for a way from any map to any other (tests/residency)."""
-    if spare == 0:
-        return (0,) * tiers
+    """`spare` blocks over the pools of `tiers` tiers from the highest down: none for the highest, equal shares for the
+    others, the lowest first. One block there is enough for a way from any map to any other (tests/residency)."""
     pools = tiers - 1
     each = [spare // pools + (place < spare % pools) for place in range(pools)]
-    return (0, *(max(1, count) for count in reversed(each)))
+    return (0, *reversed(each))
 
 
 def plan_ladder(sizes: Sequence[int], counts: Sequence[int], spare: int, scratch: int) -> PoolPlan:

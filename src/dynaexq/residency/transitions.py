@@ -181,6 +181,8 @@ class TransitionPipeline:
         self.counters.evictions += self._experts.reclaim()
         self.border.step()
         self._admit(now)
+        if self._queued and not (self.busy or self._experts.keep_low or now < self._paid_until):
+            self._make_way(now)
 
     @property
     def _queued(self) -> bool:
@@ -210,6 +212,21 @@ class TransitionPipeline:
                 self._demotions[level] = self._start_some(queue, level, now)
         for level, queue in enumerate(self._promotions):
             self._promotions[level] = self._start_some(queue, level, now)
+
+    def _make_way(self, now: float) -> None:
+        """Where everyone waits for another one's block, move one of them aside; its own wish stays in the queue.
+
+        Who is not tried again yet counts as content: else others would make way for it in vain.
+        """
+        wanted, current = self._wanted.copy(), self._experts.levels()
+        for key, (when, _) in self._retry.items():
+            if now < when:
+                wanted[key] = current[key]
+        if (detour := self._experts.find_detour(wanted)) is not None:
+            key, level = detour
+            offset = self._experts.try_begin(key, level)
+            assert offset is not None
+            self._submit(key, level, offset, now)
 
     def _key(self, number: int) -> ExpertKey:
         return ExpertKey(*divmod(number, self._experts.shape.experts))

@@ -187,20 +187,18 @@ class VersionedExperts(ExpertArena):
         """Levels of the versions in force, [layers, experts]."""
         return self._levels.copy()
 
-    def find_detour(self, wanted: Levels) -> Levels | None:
-        """Levels [layers, experts] that make a pool free where the way to `wanted` is blocked; None: none can.
+    def find_detour(self, wanted: Levels) -> tuple[ExpertKey, int] | None:
+        """Who should go where for the time being, because the way to `wanted` is blocked; None: nobody can.
 
-        An expert that sits where another one is wanted goes to a pool that has a free block, for the time being. Needed
-        between maps in the midst of exchanges only: from any map, those that keep to the plan's slots are reached.
+        An expert that is to leave a pool where another one is wanted, and a level that has a free block. Pools without
+        spare blocks of their own exchange experts like this.
         """
         blocked = self._levels != wanted
         sought = np.isin(self._levels, np.unique(wanted[blocked])) & blocked
         free = [level for level, pool in enumerate(self.pools) if pool.free]
         if not sought.any() or not free:
             return None
-        detour = self._levels.copy()
-        detour.flat[np.flatnonzero(sought)[0]] = free[0]
-        return detour
+        return ExpertKey(*divmod(int(np.flatnonzero(sought)[0]), self.shape.experts)), free[0]
 
     def check_integrity(self) -> None:
         """Assert the invariants: each handle on a complete block of its own, pools kept, no block lost."""

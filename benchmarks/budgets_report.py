@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,10 +36,10 @@ def render(result: dict[str, Any]) -> str:
         ),
         "",
         "Traffic: MiB moved over the stream, and passes after a shift until 90 % of the final KL gain over the map of "
-        "text is back (math, code).",
+        "text is back (math, code); MiB for every 0.001 nats that the two have won over it.",
         "",
         *table(
-            ["method", "KL", "perplexity", "MiB moved", "passes until 90 %"],
+            ["method", "KL", "perplexity", "MiB moved", "passes until 90 %", "MiB / 0.001 nats"],
             [row for bits in result["bits"] for row in _traffic_rows(result, bits)],
         ),
         "",
@@ -104,7 +105,9 @@ def _traffic_rows(result: dict[str, Any], bits: float) -> Iterator[list[str]]:
         shown = ", ".join("never" if each is None else str(each) for each in back)
         loss = method["quality"]["stream"]["loss"]["mean"]
         moved = method["moved_by_pass"][-1] / MIB
-        yield [name, _show(kl(result, name)), f"{2.718281828459045**loss:.3f}", f"{moved:.0f}", shown]
+        won = 1000 * sum(kl(result, first, phase) - kl(result, name, phase) for phase in PHASES[1:]) / 2
+        price = f"{(moved - method['moved_by_pass'][passes - 1] / MIB) / won:.0f}" if won > 0 else ""
+        yield [name, _show(kl(result, name)), f"{math.exp(loss):.3f}", f"{moved:.0f}", shown, price]
 
 
 def _verdict(result: dict[str, Any]) -> Iterator[str]:

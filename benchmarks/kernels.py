@@ -43,6 +43,9 @@ from dynaexq.tuning import GIGABYTE
 TIERS = ("int1", "int2", "int3", "int4", "int2+2", "int8", "int4+4", "bf16")
 GROUPS = (32, 64, 128)
 QUICK_TIERS = ("int2", "int4", "int8")
+UNEVEN = ("int2d3", "int2d4", "int3d4", "int4d8")
+"""Measured with one group size."""
+
 WORK = Work()
 DENSE = ("int4", "int8", "bf16")
 ROWS, COLUMNS, BATCH = 4096, 2048, 128
@@ -65,8 +68,8 @@ class DenseSpeed:
 def measure_formats(quick: bool, reading: Reading) -> list[dict[str, Any]]:
     """All tiers, groups and activation modes, or the few of the quick form."""
     rows = []
-    for tier in QUICK_TIERS if quick else TIERS:
-        for group in (64,) if quick or tier == "bf16" else GROUPS:
+    for tier in QUICK_TIERS if quick else (*TIERS, *UNEVEN):
+        for group in (64,) if quick or tier in ("bf16", *UNEVEN) else GROUPS:
             fmt = tier_format(tier, group)
             experts = RandomExperts(fmt, EXPERT, ARENA_BYTES, WORK.prefill_experts)
             payload = sum(layout.payload_bytes for layout in experts.layouts)

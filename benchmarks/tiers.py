@@ -41,8 +41,12 @@ TEXTS = {
     "code": "code_heldout.py.txt",
 }
 QUANTISED = ("int8", "int4", "int3", "int2", "int1")
-FITTED = ("int4+4", "int4", "int2+2", "int3", "int2")
-VARIANTS = [(tier, quantizer) for tier in QUANTISED for quantizer in QUANTIZERS if (tier, quantizer) != ("int8", "hqq")]
+UNEVEN = ("int4d8", "int3d4", "int2d4", "int2d3")
+FITTED = ("int4+4", "int4", "int2+2", "int3", "int2", *UNEVEN)
+VARIANTS = [
+    *((tier, quantizer) for tier in QUANTISED for quantizer in QUANTIZERS if (tier, quantizer) != ("int8", "hqq")),
+    *((tier, DEFAULT_QUANTIZER) for tier in UNEVEN),
+]
 """hqq moves offsets alone, so on the symmetric int8 it is rtn."""
 
 GROUP_SIZE, WINDOW, BATCH = 64, 512, 8

@@ -30,8 +30,8 @@ from dynaexq.integrations.transformers.loading import load_model, load_tokenizer
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 
-BATCH, PASSES = 4, 10
-"""Windows of a forward pass, and passes and updates of each phase: 20,440 tokens a phase."""
+BATCH, PASSES = 4, 20
+"""Windows of a forward pass, and passes and updates of each phase: 40,880 tokens a phase."""
 
 BITS = (3.0, 3.5, 4.0, 4.5, 5.5, 6.5)
 """Budgets, per expert weight: scales, offsets, padding and spare blocks included."""
@@ -48,7 +48,7 @@ PLAIN = ("int2", "int4", "int8")
 EXTRAS: dict[float, dict[str, dict[str, Any]]] = {
     3.5: {
         "margin 0": {"margin": 0.0},
-        "margin 0.2": {"margin": 0.2},
+        "margin 0.05": {"margin": 0.05},
         "signal mass": {"signal": "mass"},
         "shadow": {"shadow": "on"},
         "no drift": {"keep_at_shift": 1.0},

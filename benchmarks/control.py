@@ -37,7 +37,7 @@ from dynaexq.steering import Steering
 from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.traffic import RoutedLayer
 from dynaexq.traffic.recorder import ClosedWindow
-from dynaexq.tuning import Tuning
+from dynaexq.tuning import MARGIN, PRICED_MARGIN
 
 SHAPE = ModelShape(48, 512, ExpertShape(64, 32))
 TIERS = ("int2", "int1")
@@ -109,7 +109,7 @@ def measure_ticks(ticks: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     capacity = share_evenly(SLOTS * SHAPE.layers, SHAPE.layers)
     result = {}
-    for name, options in (("hysteresis", SelectionOptions(Tuning().margin)), ("plain top-n", SelectionOptions())):
+    for name, options in (("hysteresis", SelectionOptions(MARGIN)), ("plain top-n", SelectionOptions())):
         hotness = Hotness(SHAPE.layers, SHAPE.experts, HotnessOptions())
         current = np.zeros((SHAPE.layers, SHAPE.experts), bool)
         times, swaps = [], []
@@ -135,7 +135,7 @@ def measure_ladder(ticks: int) -> dict[str, Any]:
     drops = random.uniform(0.5, 2.0, (3, *shape)) * np.array([0.06, 1.0, 4.0])[:, None, None]
     ladder = Ladder(np.array([[share], [2 * share], [3 * share]]), drops, (15, 4, 4), (51, 32, 24))
     hotness, nobody = Hotness(*shape, HotnessOptions()), np.zeros(shape, bool)
-    current, options = np.full(shape, 3, np.int8), SelectionOptions(Tuning().margin)
+    current, options = np.full(shape, 3, np.int8), SelectionOptions(PRICED_MARGIN)
     times, moves = [], []
     for tick in range(ticks):
         if tick % 50 == 0:

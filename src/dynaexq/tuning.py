@@ -17,6 +17,9 @@ from dynaexq.residency.transitions import RateLimit
 GIGABYTE = 1e9
 SHADOW = ("on", "off")
 
+MARGIN, PRICED_MARGIN = 0.05, 0.02
+"""Of hysteresis, by hotness and by what experts lose."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -27,7 +30,8 @@ class Tuning:
         alpha: weight of the past in the moving average of hotness.
         prefill_weight: what a routed token of a prefill counts, where one of a decode step counts 1.
         margin: by how much an outsider must beat a member to replace it, in units of an average expert's traffic; where
-            it is known what experts lose, in what the bytes an exchange moves would save as memory.
+            it is known what experts lose, in what the bytes an exchange moves would save as memory. Default 0.05, and
+            0.02 there.
         rank_slack: ranks by which it must, in addition.
         first_interval, interval: seconds between updates (`T_u`): the first, then doubling up to `interval`.
         every_windows: forward passes between updates, where updates go by passes (evaluation).
@@ -39,7 +43,7 @@ class Tuning:
             0.5 % of the bytes.
         layout: `replace` (a high version takes the low one's place: more high slots in the same bytes) or `keep` (the
             low version stays: a demotion copies nothing); default `replace`, but `keep` for a nested high tier.
-        spare: spare low blocks of the layout `replace`; default 16, at most 2 % of experts.
+        spare: spare low blocks of the layout `replace`; default 16, at most 1 % of experts.
         in_flight: copies queued at once.
         rate_gbps: gigabytes per second of copies in the background; default by the pace below.
         calm_share, shift_seconds, tpot_headroom: of the link that loading measured, copies take the calm share; 80 %
@@ -52,7 +56,7 @@ class Tuning:
     signal: str = "count"
     alpha: float = HotnessOptions.alpha
     prefill_weight: float = HotnessOptions.prefill_weight
-    margin: float = 0.05
+    margin: float | None = None
     rank_slack: int = 0
     first_interval: float = ControlOptions.first_interval
     interval: float = ControlOptions.interval
@@ -81,18 +85,24 @@ class Tuning:
             raise OptionError(f"unknown shadow '{self.shadow}'; known are {', '.join(SHADOW)}")
         check_layout(self.layout, self.spare)
 
-    def control(self, drive: str) -> ControlOptions:
-        """Options of the control loop."""
+    def control(self, drive: str, priced: bool = False) -> ControlOptions:
+        """Options of the control loop; `priced`: it is known what experts lose."""
+        margin = (PRICED_MARGIN if priced else MARGIN) if self.margin is None else self.margin
         return ControlOptions(
             drive=drive,
             first_interval=self.first_interval,
             interval=self.interval,
             every_windows=self.every_windows,
             signal=self.signal,
-            hotness=HotnessOptions(self.alpha, self.prefill_weight),
+            hotness=self.hotness,
             keep_at_shift=self.keep_at_shift,
-            selection=SelectionOptions(self.margin, self.rank_slack),
+            selection=SelectionOptions(margin, self.rank_slack),
         )
+
+    @property
+    def hotness(self) -> HotnessOptions:
+        """How traffic becomes hotness."""
+        return HotnessOptions(self.alpha, self.prefill_weight)
 
     def rate(self, drive: str, link_bytes_per_second: float) -> RateLimit:
         """Bounds on copies over a link that was measured at `link_bytes_per_second`; a rate only in the background."""

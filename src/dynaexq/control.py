@@ -13,6 +13,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from dynaexq.residency.transitions import TransitionPipeline
 from dynaexq.residency.versions import VersionedExperts
 from dynaexq.signals import Signals
 from dynaexq.steering import Steering
-from dynaexq.traffic import TrafficRecorder
+from dynaexq.traffic import Traffic, TrafficRecorder
 from dynaexq.traffic.recorder import ClosedWindow, Levels
 from dynaexq.traffic.shares import TierShares
 from dynaexq.traffic.version_map import MapRecorder, RecordedMap
@@ -37,6 +39,48 @@ SAVE_SECONDS = 30.0
 """How much hotness a killed process loses at most."""
 
 
+class Wake(Protocol):
+    """What the loop's thread waits on, such as threading.Event."""
+
+    def set(self) -> None:
+        """Something has happened."""
+
+    def clear(self) -> None:
+        """Nothing has happened since."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until something happens, `timeout` seconds at most."""
+
+
+class TrafficSource(Protocol):
+    """What windows hand their traffic to, and updates collect it from."""
+
+    def add(self, window: ClosedWindow) -> None:
+        """Take one finished window."""
+
+    def collect(self) -> Traffic:
+        """Add up and forget what came since the last call."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What some runs also have.
+
+    Args:
+        save: keeps hotness for the next start, as sums [layers, experts] and router selections: at the end, and every
+            so often before.
+        recorded: says every window's map, in the drive of that name.
+        traffic: None for a recorder of router choices.
+    """
+
+    save: Callable[[Scores, int], None] | None = None
+    recorded: RecordedMap | None = None
+    traffic: TrafficSource | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 class ControlLoop:
     """Owns the pipeline: all its calls come from one thread, the loop's own or, in replay and blocking, the model's."""
 
@@ -46,30 +90,28 @@ class ControlLoop:
         pipeline: TransitionPipeline,
         steering: Steering,
         options: ControlOptions,
-        wake: threading.Event,
-        save: Callable[[Scores, int], None] | None = None,
-        record: MapRecorder | None = None,
-        recorded: RecordedMap | None = None,
-        signals: Signals | None = None,
+        hotness: Hotness,
+        signals: Signals,
+        wake: Wake,
+        clock: Callable[[], float] = time.monotonic,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
-        """`save(sums, routed)` keeps the hotness for the next start: at the end, and every so often before.
-
-        `record` hears of every window's map; `recorded` says them, in the drive of that name.
-        """
+        """`wake` ends waits of the loop's thread, `clock` says seconds."""
         options.check()
-        assert (recorded is not None) is (options.drive == "recorded")
-        self._record, self._recorded, self._experts = record, recorded, experts
-        self.signals = signals or Signals(experts.shape, options.keep_at_shift)
+        assert (extras.recorded is not None) is (options.drive == "recorded")
+        self._recorded, self.experts = extras.recorded, experts
+        self._record: MapRecorder | None = None
+        self.signals = signals
         self.options = options
         self.pipeline = pipeline
-        self.recorder = TrafficRecorder(experts.shape, len(experts.tiers), options.signal)
-        self.hotness = Hotness(experts.shape.layers, experts.shape.experts, options.hotness)
+        self.recorder = extras.traffic or TrafficRecorder(experts.shape, len(experts.tiers), options.signal)
+        self.hotness = hotness
         self.steering = steering
         self.shares = TierShares(np.zeros((len(experts.tiers), experts.shape.layers)))
         self.ticks = 0
-        self._orders, self._wake = Orders(wake), wake
-        self._save = save
-        self._next_save = time.monotonic() + SAVE_SECONDS
+        self._orders, self._wake, self._clock = Orders(wake.set), wake, clock
+        self._save = extras.save
+        self._next_save = clock() + SAVE_SECONDS
         self._saved = 0.0
         self._unsaved: str | None = None
         self._unrecorded: str | None = None
@@ -79,6 +121,10 @@ class ControlLoop:
         self._next_tick: float | None = None
         self._windows = 0
         self._thread: threading.Thread | None = None
+
+    def record_maps(self, record: MapRecorder) -> None:
+        """Have `record` hear of every window's map from now on, and close it at the end."""
+        self._record = record
 
     def start(self) -> None:
         """Start the thread, where the drive has one."""
@@ -93,21 +139,25 @@ class ControlLoop:
         if self._recorded is not None:
             self._move_to(self._recorded.next())
         if self.options.drive == "blocking" and not self._closing.is_set():
-            start = time.monotonic()
-            self._turn(start)
+            start = self._clock()
+            self.turn(start)
             if self.pipeline.busy:
                 self._settle()
                 self.pipeline.counters.waits += 1
-                self.pipeline.counters.wait_seconds += time.monotonic() - start
+                self.pipeline.counters.wait_seconds += self._clock() - start
 
     def after_window(self, window: ClosedWindow) -> None:
         """Called on the token path as a window closes: hands its traffic over."""
         if self._closing.is_set():
             return
         self.recorder.add(window._replace(moving=bool(self.pipeline.moving)))
-        self._windows += 1
+        self.pass_windows(1, window.levels)
+
+    def pass_windows(self, count: int, levels: Levels) -> None:
+        """Their traffic is with the recorder; `levels` [layers * experts] were in force in all of them."""
+        self._windows += count
         if self._record is not None:
-            self._note(self._record, window.levels)
+            self._note(self._record, levels)
         if self.options.drive == "recorded":
             self._collect()
         elif self.options.drive == "thread":
@@ -178,15 +228,15 @@ class ControlLoop:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._wake.wait(self._seconds_to_wait())
+                self._wake.wait(self.seconds_to_wait())
                 self._wake.clear()
-                self._turn(time.monotonic())
+                self.turn(self._clock())
         except Exception as error:
             self._failure = error
 
-    def _seconds_to_wait(self) -> float:
+    def seconds_to_wait(self) -> float:
         """Until the next update, unless a copy ends, or something may be reclaimed or started, before."""
-        now = time.monotonic()
+        now = self._clock()
         waiting = self._interval if self._next_tick is None else max(0.0, self._next_tick - now)
         if self.pipeline.reclaiming:
             waiting = min(waiting, POLL_SECONDS)
@@ -194,8 +244,11 @@ class ControlLoop:
             waiting = min(waiting, max(0.0, start - now))
         return waiting
 
-    def _turn(self, now: float) -> None:
-        """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic."""
+    def turn(self, now: float) -> None:
+        """Move transitions on, and update the wanted set when it is due: first as soon as there is any traffic.
+
+        Called by the loop's thread, or by whoever takes its place.
+        """
         self.pipeline.step(now)
         steered = self._orders.take()
         due = self._windows > 0 if self._next_tick is None else now >= self._next_tick
@@ -251,13 +304,13 @@ class ControlLoop:
         wanted = levels.reshape(self.hotness.scores.shape).astype(np.int8)
         self.pipeline.want(wanted, self.hotness.scores)
         self._settle()
-        if not np.array_equal(wanted, self._experts.levels()):
+        if not np.array_equal(wanted, self.experts.levels()):
             raise StoreError("a version of the recorded map cannot be had: " + "; ".join(self.pipeline.problems()))
 
     def _settle(self) -> None:
         """Step until nothing moves any more."""
-        self.pipeline.step(time.monotonic())
+        self.pipeline.step(self._clock())
         while self.pipeline.busy:
             self._wake.wait(POLL_SECONDS)
             self._wake.clear()
-            self.pipeline.step(time.monotonic())
+            self.pipeline.step(self._clock())

@@ -16,8 +16,8 @@ LOOK_SECONDS = 0.005
 class Orders:
     """A queue of calls. `give` from any thread; `take` from the one that makes them."""
 
-    def __init__(self, wake: threading.Event) -> None:
-        """`wake` is set when there is something to take."""
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when there is something to take."""
         self._wake = wake
         self._waiting: deque[tuple[Callable[[], None], Future[None]]] = deque()
 
@@ -25,7 +25,7 @@ class Orders:
         """Have `thread` make a call; raises what it raises, and OptionError where the thread has ended."""
         done = Future[None]()
         self._waiting.append((action, done))
-        self._wake.set()
+        self._wake()
         while not done.done():
             if not thread.is_alive():
                 raise OptionError("versions move no more; the run is at its end")

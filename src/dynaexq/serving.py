@@ -11,23 +11,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dynaexq.control import ControlLoop
+from dynaexq.assembly import Platform, assemble
+from dynaexq.control import Extras
 from dynaexq.core import ExpertKey, StoreError
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
-from dynaexq.plan.versions import VersionWish, drops_between, plan_map, plan_versions
+from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
-from dynaexq.residency.resizing import PoolBorder
-from dynaexq.residency.transitions import TransitionPipeline
-from dynaexq.residency.versions import VersionedExperts, load_versions
+from dynaexq.residency.versions import load_versions
 from dynaexq.runtime import ExpertRuntime
-from dynaexq.shadow import Shadow
-from dynaexq.signals import Signals
-from dynaexq.steering import Steering
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 from dynaexq.tuning import Tuning
@@ -106,48 +102,42 @@ def serve_adaptive(serving: Serving, adaptive: Adaptive) -> ExpertRuntime:
     source, tuning, tiers = serving.source, adaptive.tuning, adaptive.tiers
     if adaptive.state is not None:
         check_state_file(adaptive.state)
-    options = tuning.control(adaptive.drive)
-    known, before = _read_hotness(adaptive, source, options.hotness)
+    known, before = _read_hotness(adaptive, source, tuning.hotness)
     shape, losses = source.shape, source.sensitivity
     plan = plan_versions(shape, partial(_size, source), tuning.wish(*tiers), adaptive.expert_memory, losses)
     recorded = RecordedMap.load(adaptive.replay, source.fingerprint, plan.tiers, shape) if adaptive.replay else None
     if recorded:
         recorded.check_slots(plan.pools.slots)
-    for tier in plan.tiers:
-        source.require_tier(tier)
-    experts = VersionedExperts(source, plan.tiers, plan.pools, CpuDevice(), serving.budget)
-    border = PoolBorder(experts)
-    drops = drops_between(losses, plan.tiers) if losses and plan.over_model else None
-    supers = losses.super_experts if losses and drops is not None else ()
-    steering = Steering(shape, border, options.selection, drops, plan.over_model, supers)
-    link = load_versions(experts, source, steering.start(known.scores), serving.progress)
     wake = threading.Event()
-    engine = ThreadCopyEngine(wake.set, tuning.link_bytes_per_second)
-    report = FailureReport()
-    pipeline = TransitionPipeline(experts, source, border, engine, tuning.rate(adaptive.drive, link), report)
+    platform = Platform(
+        CpuDevice(),
+        lambda: ThreadCopyEngine(wake.set, tuning.link_bytes_per_second),
+        lambda experts, levels: load_versions(experts, source, levels, serving.progress),
+        wake,
+    )
     save = StateSaver(adaptive.state, source.fingerprint, tuning.signal, before).save if adaptive.state else None
-    record = None
+    extras, report = Extras(save, recorded), FailureReport()
+    control = assemble(source, plan, tuning, adaptive.drive, known, platform, serving.budget, report, extras)
     if adaptive.record is not None:
-        check_map_file(adaptive.record)
-        head = MapHead(
-            fingerprint=source.fingerprint,
-            tiers=plan.tiers,
-            layers=shape.layers,
-            experts=shape.experts,
-            slots=plan.pools.slots,
-        )
-        record = MapRecorder(adaptive.record, head)
-    shadow = None
-    room = plan.pools.scratch > 0 or plan.pools.keep_low
-    if losses and drops is not None and tuning.shadow != "off" and room and recorded is None:
-        shadow = Shadow(experts, source, drops, losses.layers)
-    signals = Signals(shape, options.keep_at_shift, shadow, tuning.pace(adaptive.drive, link))
-    control = ControlLoop(experts, pipeline, steering, options, wake, save, record, recorded, signals)
-    control.hotness.restore(known.sums)
+        control.record_maps(make_map_recorder(adaptive.record, source, plan))
     control.start()
-    runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, control)
+    kernel = _make_kernel(serving, control.experts)
+    runtime = ExpertRuntime(serving.mode, control.experts, kernel, serving.budget, control)
     weakref.finalize(runtime, control.close)  # when the model is dropped, or at exit: threads end, hotness is kept
     return runtime
+
+
+def make_map_recorder(path: Path, source: VersionSource, plan: VersionPlan) -> MapRecorder:
+    """What writes the map of every window of a run down. Raises OptionError where `path` cannot become its file."""
+    check_map_file(path)
+    head = MapHead(
+        fingerprint=source.fingerprint,
+        tiers=plan.tiers,
+        layers=source.shape.layers,
+        experts=source.shape.experts,
+        slots=plan.pools.slots,
+    )
+    return MapRecorder(path, head)
 
 
 class FailureReport:

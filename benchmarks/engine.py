@@ -16,7 +16,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
 from dynaexq.server.state import StateView
+from dynaexq.traffic.recorder import TokenRun
 
 STREAMS = 8
 INTERVALS = (0.005, 0.001, 0.0005, 0.0001)
@@ -53,7 +54,7 @@ class NullModel:
         ranks = torch.stack([torch.randperm(VOCABULARY) for _ in range(STREAMS)])
         self._logits = -2.0 * torch.log1p(ranks.float())  # the likeliest takes 60 %, as is usual
 
-    def window(self, prefill: bool) -> contextlib.AbstractContextManager[None]:
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> contextlib.AbstractContextManager[None]:
         """Nothing."""
         return contextlib.nullcontext()
 

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynaexq.core import MemoryLimitError, OptionError, SideFileError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
@@ -29,6 +29,9 @@ from dynaexq.store.manifest import DENSE_NAME
 from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.store.sources import Progress
 
+if TYPE_CHECKING:
+    from dynaexq.traffic.trace_recorder import TraceRecorder
+
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
 DEMO_EXPERT_MEMORY = 16 << 20
 """Between the embedded model's floors: all experts take 6 MiB at int2 and 36 MiB at bf16."""
@@ -38,6 +41,9 @@ PROCESS_JITTER = 8 << 20
 
 PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
+
+TRACE_BYTES = 64 << 20
+"""Of a run that is recorded: what waits to be written, twice, as it came and as rows, and the writer's own."""
 
 AUTO_TIERS = ("int2", "int3", "int4", "int8", "bf16")
 """Tiers that are made of a checkpoint without being asked for."""
@@ -136,6 +142,8 @@ class Opened:
         group_size = self.store.manifest.group_size if self.store else DEFAULT_GROUP_SIZE
         process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
         fixed = fixed_parts(self.skeleton.profile, work, process)
+        if options.trace is not None:
+            fixed["trace"] = TRACE_BYTES
         limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
@@ -205,9 +213,17 @@ class Opened:
                 model = load(cached)
         launch = Launch(model, runtime_of(model), plan, options.memory, options.dense_form)
         launch.runtime.mode = plan.mode  # the ablations too, by their names
+        if options.trace is not None:
+            launch.runtime.trace = self.record(launch.runtime, options.trace)
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
         launch.check_memory()
         return launch
+
+    def record(self, runtime: ExpertRuntime, path: Path) -> TraceRecorder:
+        """Begin to write what routers choose."""
+        from dynaexq.traffic.trace_recorder import TraceRecorder  # noqa: PLC0415 (pyarrow)
+
+        return TraceRecorder(path, self.root.name, self.fingerprint, runtime.experts)
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS

@@ -30,6 +30,7 @@ class LaunchOptions:
     """How to run a model. `memory` caps the whole process, `expert_memory` the expert pools, in bytes.
 
     `tune` holds values by knob (see tuning.py); `drive` says what moves versions: `thread`, or `replay` to repeat runs.
+    `trace` is a file for what routers choose.
     """
 
     mode: str = "auto"
@@ -49,11 +50,12 @@ class LaunchOptions:
     drive: str = "thread"
     record: Path | None = None
     replay: Path | None = None
+    trace: Path | None = None
 
     @property
     def files(self) -> tuple[Path | None, ...]:
         """Files that options name."""
-        return self.profile, self.state, self.ranking, self.record, self.replay
+        return self.profile, self.state, self.ranking, self.record, self.replay, self.trace
 
     @property
     def moves(self) -> str:
@@ -87,6 +89,10 @@ class LaunchOptions:
             )
         self._check_tiers()
         self._check_adaptive()
+        if self.trace is not None:
+            from dynaexq.traffic.trace_writer import check_trace_target  # noqa: PLC0415 (pyarrow, for few)
+
+            check_trace_target(self.trace, "--record")
         if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
             raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from dynaexq.residency.handles import Words
 from dynaexq.residency.transitions import Counters
 from dynaexq.shadow import Probe
 from dynaexq.traffic import RoutedLayer
-from dynaexq.traffic.recorder import ClosedWindow, Levels
+from dynaexq.traffic.recorder import ClosedWindow, Levels, TokenRun
 from dynaexq.traffic.shares import TierShares
 
 
@@ -66,6 +66,18 @@ class WindowListener(Protocol):
         """Come to rest."""
 
 
+class Trace(Protocol):
+    """Writes windows down (traffic.trace_recorder)."""
+
+    problem: str | None
+
+    def after_window(self, window: ClosedWindow) -> None:
+        """A window has closed."""
+
+    def close(self) -> None:
+        """Finish what is written."""
+
+
 class ExpertRuntime:
     """Serves the experts of one model. Forward passes of several threads may overlap.
 
@@ -84,6 +96,8 @@ class ExpertRuntime:
         self.shadow = listener.signals.shadow if isinstance(listener, ControlLoop) else None
         self.tap: Callable[[int, ExpertsCall], None] | None = None
         """Sees what every layer gives its experts, before they run; not in decode steps that are one native call."""
+        self.trace: Trace | None = None
+        """Sees every window after the listener; set by whoever records the run."""
         self._local = _Windows()
 
     @property
@@ -110,7 +124,8 @@ class ExpertRuntime:
 
     def problems(self) -> list[str]:
         """What is wrong though serving goes on, for people."""
-        return self.control.problems() if self.control else []
+        own = [self.trace.problem] if self.trace and self.trace.problem else []
+        return own + (self.control.problems() if self.control else [])
 
     def describe_kernel(self) -> dict[str, str | int | None]:
         """The kernel in use: its name, how it rounds activations, its instruction set and threads, why not all layers
@@ -129,11 +144,13 @@ class ExpertRuntime:
         """Stop moving versions; the model stays usable."""
         if self.listener:
             self.listener.close()
+        if self.trace:
+            self.trace.close()
 
-    def begin_window(self, prefill: bool) -> None:
+    def begin_window(self, prefill: bool, runs: Sequence[TokenRun] = ()) -> None:
         """Pin the handles for one forward pass of this thread (dynaexq paper, section 1: window-level pinning).
 
-        Nested calls (a model inside a model) share the outermost window.
+        Nested calls (a model inside a model) share the outermost window. `runs` says whose tokens it is of.
         """
         local = self._local
         if local.depth == 0:
@@ -141,7 +158,7 @@ class ExpertRuntime:
                 self.listener.before_window()
             local.window, local.words = self.experts.handles.pin()
             local.probe = self.shadow.shown if self.shadow else None  # after the pin, see Shadow._withdraw
-            local.prefill, local.routed, local.opened = prefill, [], time.perf_counter()
+            local.prefill, local.runs, local.routed, local.opened = prefill, runs, [], time.perf_counter()
         local.depth += 1
 
     def end_window(self) -> None:
@@ -152,18 +169,23 @@ class ExpertRuntime:
         local.depth -= 1
         if local.depth == 0:
             assert local.window is not None and local.words is not None
-            if self.listener:
+            listeners = [each for each in (self.listener, self.trace) if each]
+            if listeners:
                 levels: Levels = (local.words >> np.uint64(56)).astype(np.int64)
             self.experts.handles.release(local.window)
             local.window = local.words = None
-            if self.listener:
+            if listeners:
                 seconds = time.perf_counter() - local.opened
-                self.listener.after_window(ClosedWindow(local.routed, local.prefill, levels, seconds))
+                window = ClosedWindow(
+                    local.routed, local.prefill, levels, seconds, opened=local.opened, runs=local.runs
+                )
+                for listener in listeners:
+                    listener.after_window(window)
 
     @contextmanager
-    def window(self, prefill: bool) -> Iterator[None]:
-        """All forward passes of this thread within run on the same versions."""
-        self.begin_window(prefill)
+    def window(self, prefill: bool, runs: Sequence[TokenRun] = ()) -> Iterator[None]:
+        """All forward passes of this thread within run on the same versions; see begin_window."""
+        self.begin_window(prefill, runs)
         try:
             yield
         finally:
@@ -172,12 +194,12 @@ class ExpertRuntime:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """A window that is no traffic."""
-        listener, self.listener = self.listener, None
+        (listener, trace), self.listener, self.trace = (self.listener, self.trace), None, None
         try:
             with self.window(prefill=False):
                 yield
         finally:
-            self.listener = listener
+            self.listener, self.trace = listener, trace
 
     def forward(
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -205,7 +227,7 @@ class ExpertRuntime:
 
     def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k]."""
-        if self.listener:
+        if self.listener or self.trace:
             self._local.routed.append(RoutedLayer(layer, ids, weights))
 
 
@@ -218,6 +240,7 @@ class _Windows(threading.local):
     depth = 0
     opened = 0.0
     prefill = False
+    runs: Sequence[TokenRun] = ()
     window: Window | None = None
     probe: Probe | None = None
     words: Words | None = None

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dynaexq.traffic.recorder import TokenRun
+
 VOCABULARY = 64
 
 
@@ -42,7 +44,7 @@ class ScriptedModel:
         self._open = False
 
     @contextmanager
-    def window(self, prefill: bool) -> Iterator[None]:
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> Iterator[None]:
         """Everything within is one step."""
         assert not self._open
         self._open = True

@@ -15,6 +15,7 @@ from dynaexq.engine import Engine
 from dynaexq.integrations.transformers.prompts import PromptEncoder
 from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.server.metrics import Metrics
+from dynaexq.traffic.recorder import TokenRun
 from support.serving import serve_engine
 
 END = 256
@@ -72,7 +73,7 @@ class TypedModel:
         self._lengths: dict[int, int] = {}
 
     @contextmanager
-    def window(self, prefill: bool) -> Iterator[None]:
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> Iterator[None]:
         """Nothing."""
         yield
 

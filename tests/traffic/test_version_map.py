@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.launch import EMBEDDED_MODEL
 from dynaexq.launch_options import LaunchOptions
 from dynaexq.llm import LLM
+from dynaexq.traffic.recorder import TokenRun
 from dynaexq.traffic.version_map import MapHead, MapRecorder, RecordedMap, check_map_file
 
 SHAPE, TIERS = ModelShape(2, 3, ExpertShape(64, 32)), ("int8", "int4", "int2")
@@ -99,11 +101,11 @@ class WhoRan:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def window(self, prefill: bool) -> AbstractContextManager[None]:
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> AbstractContextManager[None]:
         @contextmanager
         def noted() -> Any:
             self.windows.append(set())
-            with self._model.window(prefill):
+            with self._model.window(prefill, runs):
                 yield
 
         return noted()

@@ -70,6 +70,10 @@ ReplayMapOption = Annotated[
     Path | None,
     typer.Option(help="Have experts at the tiers that --record-map wrote down, pass by pass.", show_default=False),
 ]
+RecordOption = Annotated[
+    Path | None,
+    typer.Option(help="Write down what routers choose, for `dynaexq trace` and `simulate`.", show_default=False),
+]
 TuneOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -146,6 +150,7 @@ def read_request(
     ranking: RankingOption = None,
     record_map: RecordMapOption = None,
     replay_map: ReplayMapOption = None,
+    record: RecordOption = None,
     tune: TuneOption = None,
     dtype: DtypeOption = "float32",
     kernel: KernelOption = "native",
@@ -176,12 +181,15 @@ def read_request(
         drive=drive,
         record=record_map,
         replay=replay_map,
+        trace=record,
     )
     options.check()
     if state is not None:
         check_output("--state", state, map, ranking, record_map)
     if record_map is not None:
         check_output("--record-map", record_map, map, ranking, state)
+    if record is not None:
+        check_output("--record", record, map, ranking, state, record_map)
     name = pick_model(model, demo)
     if demo and mode in ("auto", "uniform", *PAIRED) and memory is None and expert_memory is None:
         options = replace(options, expert_memory=DEMO_EXPERT_MEMORY)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+
+from dynaexq.traffic.recorder import TokenRun
 
 
 class SlotModel(Protocol):
@@ -22,8 +25,8 @@ class SlotModel(Protocol):
     cuts: bool
     """Whether a slot can go back to any earlier length (recurrent states cannot)."""
 
-    def window(self, prefill: bool) -> AbstractContextManager[None]:
-        """One engine step: all forwards within run on the same expert versions."""
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> AbstractContextManager[None]:
+        """One engine step: all forwards within run on the same expert versions. `runs`: whose tokens it computes."""
 
     def prefill(self, slot: int, past: int, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens, int64 [count], to the sequence in `slot`: logits of the last, float32 [vocabulary]."""

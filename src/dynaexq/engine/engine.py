@@ -27,6 +27,7 @@ from dynaexq.engine.sampler import Sampler, WarperFactory, score_prompt
 from dynaexq.engine.scheduler import Chunk, WaitingQueue, plan_chunks
 from dynaexq.engine.sequence import Sequence, SequenceView, finish_waiting
 from dynaexq.engine.slots import SlotTable
+from dynaexq.traffic.recorder import TokenRun
 
 
 class Engine:
@@ -142,8 +143,10 @@ class Engine:
         progress = [(each.done, len(each.request.prompt)) for each in prompts]
         chunks = plan_chunks(progress, len(decoding), self.options.step_tokens, chunk)
         prompt_tokens = sum(piece.end - piece.start for _, piece in chunks)
+        runs = [TokenRun(each.request.number, 1, False) for each in decoding]
+        runs += [TokenRun(prompts[i].request.number, piece.end - piece.start, True) for i, piece in chunks]
         try:
-            with self.model.window(prefill=prompt_tokens > len(decoding)):
+            with self.model.window(prefill=prompt_tokens > len(decoding), runs=runs):
                 decoded = self._decode(decoding)
                 firsts = [(prompts[i], piece, self._prefill(prompts[i], piece)) for i, piece in chunks]
             computed = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,15 +51,26 @@ class Traffic(NamedTuple):
     steps: list[Step]
 
 
+class TokenRun(NamedTuple):
+    """Tokens in a row of one forward pass: the number of their request, how many, whether they belong to its prompt."""
+
+    request: int
+    tokens: int
+    prefill: bool
+
+
 class ClosedWindow(NamedTuple):
     """One finished forward pass: its routing, whether it was a prefill, at which tier experts ran [layers * experts],
-    how many seconds it took, and whether versions moved meanwhile."""
+    how many seconds it took, and whether versions moved meanwhile; when it began, and whose tokens it was of, where
+    that is known."""
 
     layers: list[RoutedLayer]
     prefill: bool
     levels: Levels
     seconds: float = 0.0
     moving: bool = False
+    opened: float = 0.0
+    runs: Sequence[TokenRun] = ()
 
 
 class TrafficRecorder:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.native_decoder import Cache, NativeDecoder, Sequences
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.slot_cache import SlotCache
+from dynaexq.traffic.recorder import TokenRun
 
 WHOLE_PROMPTS = {"jamba"}
 """Families whose forward over several tokens ignores the state before them (Transformers 5.24)."""
@@ -39,9 +41,9 @@ class SlottedModel:
         self._caches: list[Cache] = []
         self._warm_up()
 
-    def window(self, prefill: bool) -> AbstractContextManager[None]:
+    def window(self, prefill: bool, runs: Sequence[TokenRun]) -> AbstractContextManager[None]:
         """One engine step."""
-        return self._runtime.window(prefill)
+        return self._runtime.window(prefill, runs)
 
     def prefill(self, slot: int, past: int, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens [count] to a sequence: logits of the last [vocabulary]."""

@@ -1,0 +1,93 @@
+"""Writes router traces: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dynaexq.core import OptionError, SideFileError
+from dynaexq.traffic.own_files import check_own_file
+from dynaexq.traffic.trace import Column, TraceHead, TraceRows, make_schema
+
+ROW_GROUP = 8192
+"""Tokens that are kept in memory and written together."""
+
+BEGINNING = b"PAR1"
+"""Of every Parquet file."""
+
+TYPES = (np.int32, np.float64, np.float32, np.bool_, np.int32, np.int64)
+
+
+def check_trace_target(path: Path, option: str) -> None:
+    """Raise OptionError unless `path` can become a trace."""
+    if path.suffix not in (".parquet", ".trace"):
+        raise OptionError(f"{option} {path}: name a file that ends in .parquet")
+    check_own_file(path, option.lstrip("-"), "trace", BEGINNING)
+
+
+class TraceWriter:
+    """A trace under another name beside `path`, which it gets when it is closed: an earlier one stays until then."""
+
+    def __init__(self, path: Path, head: TraceHead, weights: bool) -> None:
+        """Begin a trace. Raises SideFileError where it cannot be written."""
+        self.path, self.head, self.tokens = path, head, 0
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._schema = make_schema(head, weights)
+        self._held: list[TraceRows] = []
+        self._holding = 0
+        try:
+            self._writer = pq.ParquetWriter(self._partial, self._schema, compression="zstd", use_dictionary=True)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def add(self, rows: TraceRows) -> None:
+        """Take rows, whose passes follow those before. Raises SideFileError where they cannot be written."""
+        self._held.append(rows)
+        self._holding += len(rows.window)
+        if self._holding >= ROW_GROUP:
+            self._write()
+
+    def close(self) -> None:
+        """Finish the file. Raises SideFileError where that fails."""
+        try:
+            self._write()
+            self._writer.close()
+            self._partial.replace(self.path)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def abandon(self) -> None:
+        """Leave nothing."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._writer.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if not self._holding:
+            return
+        held, self._held, self._holding = self._held, [], 0
+        columns = [
+            pa.array(np.concatenate([rows[place] for rows in held]).astype(kind)) for place, kind in enumerate(TYPES)
+        ]
+        columns.append(self._lists([rows.ids for rows in held], np.uint16))
+        if "weights" in self._schema.names:
+            columns.append(self._lists([rows.weights for rows in held if rows.weights is not None], np.float32))
+        self.tokens += len(columns[0])
+        try:
+            self._writer.write_table(pa.table(columns, schema=self._schema))
+        except (OSError, pa.ArrowException) as error:
+            raise self._failure(error) from error
+
+    def _lists(self, parts: list[Column], kind: type) -> pa.Array:
+        flat: Column = np.concatenate([part.reshape(-1) for part in parts]).astype(kind, copy=False)
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat), self.head.layers * self.head.top_k)
+
+    def _failure(self, error: Exception) -> SideFileError:
+        self.abandon() if hasattr(self, "_writer") else None
+        return SideFileError(f"cannot write the trace {self.path}: {getattr(error, 'strerror', None) or error}")

@@ -228,18 +228,21 @@ class ControlLoop:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._wake.wait(self.seconds_to_wait())
+                self._wake.wait(self._seconds_to_wait())
                 self._wake.clear()
                 self.turn(self._clock())
         except Exception as error:
             self._failure = error
 
-    def seconds_to_wait(self) -> float:
+    def _seconds_to_wait(self) -> float:
         """Until the next update, unless a copy ends, or something may be reclaimed or started, before."""
+        waiting = self.seconds_until_due()
+        return min(waiting, POLL_SECONDS) if self.pipeline.reclaiming else waiting
+
+    def seconds_until_due(self) -> float:
+        """Until the next update, or the next transition that was held back."""
         now = self._clock()
         waiting = self._interval if self._next_tick is None else max(0.0, self._next_tick - now)
-        if self.pipeline.reclaiming:
-            waiting = min(waiting, POLL_SECONDS)
         if (start := self.pipeline.next_try()) is not None:
             waiting = min(waiting, max(0.0, start - now))
         return waiting

@@ -192,16 +192,22 @@ def _make_kernel(serving: Serving, experts: VersionMemory) -> ExpertsKernel:
     return make_kernel(serving.kernel, experts, serving.activations)
 
 
+def known_hotness(source: VersionSource, options: HotnessOptions) -> Hotness:
+    """What calibration knows of hotness, as little traffic."""
+    hotness = Hotness(source.shape.layers, source.shape.experts, options)
+    if source.sensitivity is not None:
+        hotness.restore(source.sensitivity.traffic)
+        hotness.restore(hotness.scores)
+    return hotness
+
+
 def _read_hotness(adaptive: Adaptive, source: VersionSource, options: HotnessOptions) -> tuple[Hotness, int]:
     """Hotness to start from, and the router selections behind it: the state's, else the ranking's, else calibration's.
 
     A ranking counts as little traffic (one selection per expert), so that the first real traffic can overrule it.
     """
     shape, signal = source.shape, adaptive.tuning.signal
-    hotness = Hotness(shape.layers, shape.experts, options)
-    if source.sensitivity is not None:
-        hotness.restore(source.sensitivity.traffic)
-        hotness.restore(hotness.scores)
+    hotness = known_hotness(source, options)
     if adaptive.ranking is not None:
         hotness.restore(TrafficProfile.load(adaptive.ranking, source.fingerprint, shape).sums)
         hotness.restore(hotness.scores)

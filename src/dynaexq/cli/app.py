@@ -15,6 +15,7 @@ from dynaexq.cli.inspect import inspect
 from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
 from dynaexq.cli.serve import serve
+from dynaexq.cli.simulate import simulate
 from dynaexq.cli.synth import synth
 from dynaexq.cli.top import top
 from dynaexq.kernels.threads import limit_torch_threads
@@ -37,6 +38,7 @@ app.command()(evaluate)
 app.command()(calibrate)
 app.command()(probe)
 app.command()(synth)
+app.command()(simulate)
 app.command()(top)
 
 

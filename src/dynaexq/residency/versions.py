@@ -268,13 +268,30 @@ def load_versions(
     Raises:
         StoreError or CheckpointError: a version cannot be read or fails its checksum.
     """
-    fills = []
-    for key in experts.shape.expert_keys():
-        below = {experts.lowest} if experts.keep_low else set()
-        for level in sorted({int(levels[key])} | below):
-            destination = experts.destination(level, experts.place(key, level))
-            fills.append(Fill(key, experts.tiers[level], destination))
+    fills = [
+        Fill(key, experts.tiers[level], experts.destination(level, offset))
+        for key, level, offset in place_versions(experts, levels)
+    ]
     bytes_per_second = fill_blocks(source, fills, progress)
+    settle_versions(experts)
+    return bytes_per_second
+
+
+def place_versions(experts: VersionedExperts, levels: Levels) -> list[tuple[ExpertKey, int, int]]:
+    """Give every expert the blocks it needs at its level of `levels` [layers, experts], at start-up.
+
+    Returns:
+        Expert, level and offset of every block.
+    """
+    below = {experts.lowest} if experts.keep_low else set()
+    return [
+        (key, level, experts.place(key, level))
+        for key in experts.shape.expert_keys()
+        for level in sorted({int(levels[key])} | below)
+    ]
+
+
+def settle_versions(experts: VersionedExperts) -> None:
+    """Put all experts in force whose blocks `place_versions` gave and somebody filled."""
     for key in experts.shape.expert_keys():
         experts.settle(key)
-    return bytes_per_second

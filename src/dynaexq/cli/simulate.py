@@ -1,0 +1,174 @@
+"""`dynaexq simulate`: how a recorded workload would run with other bytes, tiers and knobs, in virtual time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaexq.cli.options import ExpertMemoryOption, HighOption, JsonOption, LowOption, MapOption, TuneOption
+from dynaexq.cli.output import check_json_target, check_output, progress_bar, reports_errors, write_json
+from dynaexq.cli.simulate_sweep import SweepOutput, sweep_and_report
+from dynaexq.cli.simulate_view import print_costs, print_report
+from dynaexq.core import OptionError
+from dynaexq.plan.sizes import parse_size
+from dynaexq.simulate.conditions import fit_to_traces, parse_costs, read_probe
+from dynaexq.simulate.report import simulate as simulate_run
+from dynaexq.simulate.sweep import SweepJob, apply_settings, combine, parse_gigabytes, parse_grid
+from dynaexq.simulate.trace_source import open_source
+from dynaexq.simulate.world import DRIVES, MODES, SimulationOptions
+from dynaexq.traffic.trace import TraceReader
+from dynaexq.tuning import GIGABYTE, parse_tuning
+
+
+@reports_errors
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A trace, as --record and `dynaexq trace` make them.")],
+    mode: Annotated[str, typer.Option(help=f"One of {', '.join(MODES)}.")] = "dynaexq",
+    tier: Annotated[str | None, typer.Option(help="With --mode static.", show_default=False)] = None,
+    high: HighOption = None,
+    low: LowOption = None,
+    expert_memory: ExpertMemoryOption = None,
+    map: MapOption = None,
+    tune: TuneOption = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="The store of the model: what its versions lose, and their sizes.", show_default=False),
+    ] = None,
+    expert: Annotated[
+        str | None, typer.Option(help="HIDDENxINTERMEDIATE, where the trace does not say.", show_default=False)
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="GB/s of copies from the store. [default: --probe's]", show_default=False)
+    ] = None,
+    latency: Annotated[float, typer.Option(min=0.0, help="Milliseconds that every copy takes beside.")] = 0.0,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            help="What passes take: start=MS,token=MS,read=GB/s, or the --json of an earlier simulation. [default: "
+            "fitted to the trace]",
+            show_default=False,
+        ),
+    ] = None,
+    fit: Annotated[
+        list[Path] | None,
+        typer.Option(help="Another trace of the same machine to fit that to; repeatable.", show_default=False),
+    ] = None,
+    probe: Annotated[Path | None, typer.Option(help="A result of `dynaexq probe --json`.", show_default=False)] = None,
+    drive: Annotated[str, typer.Option(help="thread: versions move beside passes; replay: between them.")] = "thread",
+    gaps: Annotated[bool, typer.Option("--gaps", help="Start no pass before it started when recorded.")] = False,
+    record_map: Annotated[
+        Path | None, typer.Option(help="Write down the tier of every expert in every pass.", show_default=False)
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=V1,V2", help="Try every combination of these values; repeatable.", show_default=False
+        ),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes of a sweep. [default: all cores]")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Keep the runs of a sweep in this file, and go on where it ends.", show_default=False),
+    ] = None,
+    configs: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the best settings, as files for --config.", show_default=False),
+    ] = None,
+    best: Annotated[int, typer.Option(min=1, help="How many of them.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="A picture of a sweep, .png or .svg.", show_default=False)] = None,
+    json_target: JsonOption = None,
+) -> None:
+    """Run recorded router traffic through the engine's own policy and transitions, without a model.
+
+    Says what share of the traffic would run at which tier, how long passes and waits would be, and what would be moved.
+    Names for --sweep: mode, tier, high, low, expert-memory, link (GB/s), and the knobs of --tune.
+
+    Examples:
+
+      dynaexq generate --demo --prompt "..." --record run.parquet
+
+      dynaexq simulate run.parquet --high int8 --low int2 --expert-memory 12M --link 2
+
+      dynaexq simulate run.parquet --store ./store --expert-memory 12M --probe probe.json --gaps --json -
+
+      dynaexq simulate run.parquet --store ./store --probe p.json --sweep expert-memory=8M,12M --sweep alpha=0.8,0.9 \\
+        --results runs.jsonl --plot front.svg --configs ./best
+    """
+    if drive not in DRIVES:
+        raise OptionError(f"unknown drive '{drive}'; known are {', '.join(DRIVES)}")
+    _check_sweep(sweep, jobs, results, configs, plot, record_map)
+    check_json_target(json_target, trace, results, plot)
+    for name, path in (("--plot", plot), ("--results", results), ("--record-map", record_map)):
+        if path is not None:
+            check_output(name, path, trace)
+    probed = read_probe(probe) if probe else None
+    grid = parse_grid(sweep or [])
+    speed = parse_gigabytes(link, "--link") if link else probed.link if probed else None
+    if speed is None and "link" not in grid and not {mode, *grid.get("mode", [])} <= {"static", "static-map"}:
+        raise OptionError("how fast copies are is not known: say --link GB/s, or --probe FILE")
+    options = SimulationOptions(
+        mode=mode,
+        tier=tier,
+        high=high,
+        low=low,
+        expert_memory=None if expert_memory is None else parse_size(expert_memory, "--expert-memory"),
+        tune=parse_tuning(tune or []),
+        drive=drive,
+        link=speed or GIGABYTE,
+        latency=latency / 1000,
+        gaps=gaps,
+        profile=map,
+        record=record_map,
+    )
+    runs = combine(grid)
+    for settings in runs[:1]:
+        apply_settings(options, settings).check()
+    reader = TraceReader.open(trace)
+    open_source(reader.head, store, expert).close()
+    if compute is not None and fit:
+        raise OptionError("--fit does nothing beside --compute, which says what passes take; leave one out")
+    read = probed.read if probed else None
+    costs = parse_costs(compute) if compute is not None else fit_to_traces([trace, *(fit or [])], read)
+    print_costs(costs)
+    job = SweepJob(trace, store, expert, costs, options)
+    if sweep:
+        sweep_and_report(job, runs, jobs or os.cpu_count() or 1, SweepOutput(results, configs, best, plot, json_target))
+        return
+    with progress_bar() as progress:
+        report = simulate_run(
+            open_source(reader.head, store, expert),
+            options,
+            costs,
+            reader,
+            _counter(progress, reader.tokens),
+        )
+    reader.close()
+    if json_target != "-":
+        print_report(report)
+    if json_target:
+        write_json(json_target, {**report.as_json(), "costs": costs.model_dump()})
+
+
+def _check_sweep(sweep: list[str] | None, *others: object) -> None:
+    names = ("--jobs", "--results", "--configs", "--plot")
+    if not sweep:
+        for name, value in zip(names, others, strict=False):
+            if value is not None:
+                raise OptionError(f"{name} goes with --sweep")
+    elif others[-1] is not None:
+        raise OptionError("--record-map goes with a single run, not with --sweep")
+
+
+def _counter(progress: Callable[[str, int, int], None], total: int) -> Callable[[int], None]:
+    done = 0
+
+    def count(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        progress("simulating", done, total)
+
+    return count

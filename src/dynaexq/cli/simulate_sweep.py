@@ -1,0 +1,92 @@
+"""The sweep of `dynaexq simulate`: run what is missing, then say, draw and write down which runs nothing beats."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynaexq.cli.output import progress_bar, stderr, write_json
+from dynaexq.core import OptionError
+from dynaexq.plan.memory import format_bytes
+from dynaexq.simulate.pareto import find_front, loss_of, make_configuration
+from dynaexq.simulate.plot import plot_sweep
+from dynaexq.simulate.sweep import Settings, SweepJob, SweepResults, run_sweep
+
+
+class SweepOutput(NamedTuple):
+    """Where results go: runs to go on with, the `best` few settings as files of `configs`, a picture, JSON."""
+
+    results: Path | None
+    configs: Path | None
+    best: int
+    plot: Path | None
+    json_target: str | None
+
+
+def sweep_and_report(job: SweepJob, runs: list[Settings], jobs: int, output: SweepOutput) -> None:
+    """Run what `output.results` does not have, and report. Raises OptionError where no run could be had."""
+    kept = SweepResults(output.results, _identify(job))
+    with progress_bar() as progress:
+        run_sweep(job, runs, kept, jobs, lambda done, total: progress("runs", done, total))
+    found = kept.of(runs)
+    front = find_front(found)
+    if output.json_target != "-":
+        for place, result in enumerate(front, 1):
+            print(f"{place}. {_describe(result['settings'])}: {_summarise(result)}")
+    for result in found:
+        if "error" in result:
+            stderr.print(f"{_describe(result['settings'])}: {result['error']}")
+    if not front:
+        raise OptionError("none of the runs could be had")
+    if output.plot is not None:
+        plot_sweep(found, output.plot)
+    if output.configs is not None:
+        for path in _write_configurations(job, front[: output.best], output.configs):
+            stderr.print(f"wrote {path}")
+    if output.json_target:
+        write_json(output.json_target, {"runs": found, "front": front, "costs": job.costs.model_dump()})
+
+
+def _identify(job: SweepJob) -> str:
+    """Of everything that decides results but the settings of a run."""
+    with job.trace.open("rb") as file:
+        trace = hashlib.file_digest(file, "sha256").hexdigest()
+    whole = [trace, str(job.store), job.expert, job.costs.model_dump(), asdict(job.options)]
+    return hashlib.blake2b(json.dumps(whole, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _write_configurations(job: SweepJob, front: list[dict[str, Any]], target: Path) -> list[Path]:
+    options = job.options
+    fixed = {
+        "mode": options.mode,
+        "tier": options.tier,
+        "high": options.high,
+        "low": options.low,
+        "expert_memory": str(options.expert_memory) if options.expert_memory else None,
+        "tune": [f"{name}={value}" for name, value in options.tune.items()],
+    }
+    written = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for place, result in enumerate(front, 1):
+            configuration = json.dumps(make_configuration(result["settings"], fixed), indent=2)
+            written.append(target / f"best-{place}.json")
+            written[-1].write_text(configuration + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--configs {target}: {error.strerror or error}") from error
+    return written
+
+
+def _describe(settings: Settings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _summarise(result: dict[str, Any]) -> str:
+    quality = "predicted KL" if result["predicted_kl"] is not None else "share at the lowest tier"
+    return (
+        f"{quality} {loss_of(result):.4g}, {result['tokens_per_second']:.1f} tokens/s, "
+        f"{format_bytes(result['expert_bytes'])} of experts, {format_bytes(result['bytes_moved'])} moved"
+    )

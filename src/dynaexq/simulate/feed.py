@@ -1,0 +1,74 @@
+"""Forward passes of a trace in blocks: which experts each of them asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynaexq.policy.hotness import Scores
+from dynaexq.simulate.costs import Timed
+from dynaexq.traffic.trace import TraceReader, TraceRows, join_rows
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Block(NamedTuple):
+    """Some passes in a row, and their tokens.
+
+    `places` [tokens, layers * top_k] numbers experts through all layers, `ends` [passes] is where the tokens of each
+    pass end; `mass` is None where selections count alike.
+    """
+
+    ends: Integers
+    prefill: np.ndarray[Any, np.dtype[np.bool_]]
+    started: Scores
+    seconds: Scores
+    nbytes: Scores
+    places: Integers
+    mass: np.ndarray[Any, np.dtype[np.float32]] | None
+    request: np.ndarray[Any, np.dtype[np.int32]]
+    prompt: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @property
+    def tokens(self) -> Integers:
+        """Of each pass."""
+        return np.diff(self.ends, prepend=0)
+
+    def timed(self) -> Timed:
+        """What the recorded passes took."""
+        return Timed(self.prefill, self.tokens.astype(np.float64), self.nbytes, self.seconds)
+
+
+def read_blocks(reader: TraceReader, weights: bool = False) -> Iterator[Block]:
+    """All passes of a trace, whole ones in every block. Raises SideFileError."""
+    held: TraceRows | None = None
+    for rows in reader.batches(weights):
+        joined = rows if held is None else join_rows([held, rows])
+        starts = np.flatnonzero(np.diff(joined.window, prepend=joined.window[:1] - 1))
+        if (last := int(starts[-1])) > 0:
+            yield _make_block(joined.cut(slice(None, last)), reader.head.experts)
+        held = joined.cut(slice(last, None))
+    if held is not None:
+        yield _make_block(held, reader.head.experts)
+
+
+def _make_block(rows: TraceRows, experts: int) -> Block:
+    starts = np.flatnonzero(np.diff(rows.window, prepend=rows.window[:1] - 1))
+    ends = np.append(starts[1:], len(rows.window)).astype(np.int64)
+    layers = rows.ids.shape[1]
+    places = rows.ids.astype(np.int64)
+    places += (experts * np.arange(layers))[:, None]
+    prompts = np.add.reduceat(rows.prefill.astype(np.int64), starts)
+    return Block(
+        ends,
+        2 * prompts > np.diff(ends, prepend=0),
+        rows.started[starts],
+        rows.seconds[starts].astype(np.float64),
+        rows.expert_bytes[starts].astype(np.float64),
+        places.reshape(len(places), -1),
+        None if rows.weights is None else rows.weights.reshape(len(places), -1),
+        rows.request,
+        rows.prefill,
+    )

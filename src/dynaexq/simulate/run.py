@@ -1,0 +1,209 @@
+"""The event loop: passes, copies and updates in the order of virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dynaexq.control import ControlLoop
+from dynaexq.device.virtual import VirtualClock, VirtualLink, VirtualWake
+from dynaexq.policy.hotness import Scores
+from dynaexq.residency.versions import Levels
+from dynaexq.simulate.costs import StepCosts
+from dynaexq.simulate.feed import Block
+from dynaexq.simulate.journal import Journal
+from dynaexq.simulate.traffic import SimulatedTraffic
+from dynaexq.traffic.recorder import Step
+
+CHUNK = 64
+"""Passes of one token that are looked at together."""
+
+
+class Moving(NamedTuple):
+    """What moves versions in a simulated run."""
+
+    control: ControlLoop
+    link: VirtualLink
+    wake: VirtualWake
+    traffic: SimulatedTraffic
+
+
+class Simulation:
+    """One run. Passes follow each other; with `gaps` none starts before it did when it was recorded."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        sizes: Mapping[str, int],
+        levels: Levels,
+        costs: StepCosts,
+        moving: Moving | None = None,
+        gaps: bool = False,
+        losses: Scores | None = None,
+    ) -> None:
+        """Put everything in its place.
+
+        `sizes`: bytes of a version, by tier from the highest down; `levels`: [layers, experts] to begin with, for
+        good without `moving`; `losses`: what a selection loses, in nats of KL, [tiers, layers, experts].
+        """
+        self.tiers = list(sizes)
+        self.journal = Journal(len(sizes))
+        self._clock, self._sizes, self._costs = clock, np.array([*sizes.values()], np.int64), costs
+        self._moving, self._gaps, self._losses = moving, gaps, losses
+        self._background = moving is not None and moving.control.options.drive == "thread"
+        self._see(levels)
+
+    def run(self, blocks: Iterable[Block], progress: Callable[[int], None]) -> None:
+        """Everything in `blocks`; `progress(tokens)` after each."""
+        for block in blocks:
+            self._run_block(block)
+            progress(len(block.places))
+        if self._moving is not None:
+            self._moving.control.close()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken."""
+        return self._clock.now
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of expert memory."""
+        return self._moving.control.experts.expert_bytes if self._moving else int(self._bytes_of.sum())
+
+    def _run_block(self, block: Block) -> None:
+        ends, first = np.empty(len(block.ends)), 0
+        while first < len(block.ends):
+            done = self._run_calm(block, first, ends) if self._calm else 0
+            if not done:
+                ends[first], done = self._run_one(block, first), 1
+            first += done
+        self.journal.note_block(block, ends)
+
+    @property
+    def _calm(self) -> bool:
+        """Nothing moves, and nothing will before the next update."""
+        if self._moving is None:
+            return True
+        control = self._moving.control
+        return self._background and control.ticks > 0 and control.pipeline.idle
+
+    def _run_calm(self, block: Block, first: int, ends: Scores) -> int:
+        """Passes of one kind that end before the next update; returns how many."""
+        horizon = self._clock.now + self._moving.control.seconds_until_due() if self._moving else np.inf
+        if block.tokens[first] == 1:
+            return self._run_singles(block, first, ends, horizon)
+        return self._run_batches(block, first, ends, horizon)
+
+    def _run_singles(self, block: Block, first: int, ends: Scores, horizon: float) -> int:
+        """Passes of one token each, all at once."""
+        alike = block.prefill[first : first + CHUNK] == block.prefill[first]
+        alike &= block.tokens[first : first + CHUNK] == 1
+        count = len(alike) if alike.all() else int(alike.argmin())
+        rows = slice(int(block.ends[first]) - 1, int(block.ends[first]) - 1 + count)
+        prefill = bool(block.prefill[first])
+        nbytes = self._bytes_of[block.places[rows]].sum(1)
+        seconds = self._costs.line(prefill).seconds(1, nbytes)
+        ended = self._when(block, slice(first, first + count), seconds)
+        done = int(np.searchsorted(ended, horizon, side="right"))
+        if done:
+            rows = slice(rows.start, rows.start + done)
+            steps = [Step(each, 1, False) for each in seconds[:done].tolist()]
+            ends[first : first + done] = ended[:done]
+            self._clock.reach(float(ended[done - 1]))
+            self._note(block, rows, prefill, steps, float(nbytes[:done].sum()))
+        return done
+
+    def _run_batches(self, block: Block, first: int, ends: Scores, horizon: float) -> int:
+        """Passes of several tokens, one by one, as long as they end before anything happens."""
+        done = 0
+        for place in range(first, len(block.ends)):
+            if block.tokens[place] == 1:
+                break
+            prefill, rows = bool(block.prefill[place]), _rows(block, place)
+            nbytes = self._read(block, rows)
+            seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
+            end = self._start(block, place) + seconds
+            if end > horizon:
+                break
+            ends[place] = end
+            self._clock.reach(end)
+            self._note(block, rows, prefill, [Step(seconds, rows.stop - rows.start, False)], nbytes)
+            done += 1
+        return done
+
+    def _run_one(self, block: Block, place: int) -> float:
+        """A pass beside which things happen: its window pins versions as those of the engine do."""
+        moving = self._moving
+        assert moving is not None
+        control, clock = moving.control, self._clock
+        clock.reach(self._start(block, place))
+        control.before_window()
+        self._see(control.experts.levels())
+        window, _ = control.experts.handles.pin()
+        prefill, rows = bool(block.prefill[place]), _rows(block, place)
+        nbytes = self._read(block, rows)
+        seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
+        end = clock.now + seconds
+        if self._background:
+            self._turn_until(end, moving)
+        clock.reach(end)
+        control.experts.handles.release(window)
+        self._note(block, rows, prefill, [Step(seconds, rows.stop - rows.start, bool(control.pipeline.moving))], nbytes)
+        if self._background and moving.wake.woken:
+            moving.wake.clear()
+            control.turn(end)
+        self._see(control.experts.levels())
+        return end
+
+    def _turn_until(self, end: float, moving: Moving) -> None:
+        """Updates and copies that fall into a pass."""
+        while True:
+            due = self._clock.now + moving.control.seconds_until_due()
+            event = min(due, moving.link.next_end)
+            if event >= end:
+                return
+            self._clock.reach(event)
+            moving.control.turn(self._clock.now)
+
+    def _start(self, block: Block, place: int) -> float:
+        return max(self._clock.now, float(block.started[place])) if self._gaps else self._clock.now
+
+    def _when(self, block: Block, part: slice, seconds: Scores) -> Scores:
+        """When passes end that start one after the other."""
+        total = np.cumsum(seconds)
+        if not self._gaps:
+            return self._clock.now + total
+        before = total - seconds
+        slack = np.maximum.accumulate(np.maximum(block.started[part], self._clock.now) - before)
+        return slack + total
+
+    def _see(self, levels: Levels) -> None:
+        self._levels = levels
+        self._bytes_of = self._sizes[levels.ravel()].astype(np.float64)
+        if self._losses is not None:
+            self._loss_of = np.take_along_axis(self._losses, levels[None].astype(np.int64), 0).ravel()
+
+    def _read(self, block: Block, rows: slice) -> float:
+        """Bytes of the distinct experts that tokens ask for."""
+        counts = np.bincount(block.places[rows].ravel(), minlength=self._levels.size)
+        return float(self._bytes_of[counts > 0].sum())
+
+    def _note(self, block: Block, rows: slice, prefill: bool, steps: list[Step], nbytes: float) -> None:
+        places = block.places[rows].ravel()
+        counts = np.bincount(places, minlength=self._levels.size).astype(np.float64)
+        loss = 0.0 if self._losses is None else float(counts @ self._loss_of)
+        self.journal.note_passes(self._clock.now, counts, prefill, self._levels, steps, nbytes, loss)
+        if self._moving is not None:
+            if block.mass is not None:
+                mass = block.mass[rows].ravel()
+                counts = np.bincount(places, mass, minlength=self._levels.size).astype(np.float64)
+            self._moving.traffic.note(counts, prefill, self._levels, steps)
+            self._moving.control.pass_windows(len(steps), self._levels.ravel().astype(np.int64))
+            self.journal.note_shifts(self._clock.now, self._moving.control.signals.shifts)
+
+
+def _rows(block: Block, place: int) -> slice:
+    return slice(int(block.ends[place - 1]) if place else 0, int(block.ends[place]))

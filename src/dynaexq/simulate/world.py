@@ -1,0 +1,204 @@
+"""A simulated run from what is asked for: tiers, bytes, knobs, a link and what passes take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynaexq.assembly import Platform, assemble
+from dynaexq.control import Extras
+from dynaexq.core import MemoryLimitError, OptionError
+from dynaexq.device.virtual import VirtualClock, VirtualDevice, VirtualLink, VirtualWake
+from dynaexq.formats import VersionLayout, tier_format, tier_rank
+from dynaexq.formats.base import require_standing
+from dynaexq.launch_options import ADAPTIVE
+from dynaexq.plan.memory import format_bytes
+from dynaexq.plan.versions import plan_map, plan_versions
+from dynaexq.policy.hotness import Scores
+from dynaexq.residency import BudgetTracker, VersionSource
+from dynaexq.residency.versions import Levels, VersionedExperts, place_versions, settle_versions
+from dynaexq.serving import known_hotness, make_map_recorder
+from dynaexq.simulate.costs import StepCosts
+from dynaexq.simulate.run import Moving, Simulation
+from dynaexq.simulate.traffic import SimulatedTraffic
+from dynaexq.traffic.profile import TrafficProfile
+from dynaexq.tuning import make_tuning
+
+MODES = ("static", "static-map", *ADAPTIVE)
+DRIVES = ("thread", "replay")
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """What to simulate.
+
+    Args:
+        mode: `static` at `tier`, `static-map` by `profile`, or a mode that moves versions.
+        high, low: the highest and the lowest tier of those.
+        expert_memory: bytes of expert versions.
+        tune: values by knob (see tuning.py).
+        drive: `thread`, or `replay` to update between passes, as `evaluate` does.
+        link: bytes per second of copies; `latency`: seconds that each takes beside.
+        gaps: start no pass before it started when it was recorded.
+        record: version map to write.
+    """
+
+    mode: str = "dynaexq"
+    tier: str | None = None
+    high: str | None = None
+    low: str | None = None
+    expert_memory: int | None = None
+    tune: dict[str, Any] = field(default_factory=dict)
+    drive: str = "thread"
+    link: float = 1e9
+    latency: float = 0.0
+    gaps: bool = False
+    profile: Path | None = None
+    record: Path | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for unknown, missing or useless values."""
+        if self.mode not in MODES:
+            raise OptionError(f"unknown mode '{self.mode}' to simulate; known are {', '.join(MODES)}")
+        if (self.tier is None) is (self.mode == "static"):
+            raise OptionError("--mode static and --tier go together")
+        self._check_tiers()
+        if (self.profile is None) is (self.mode == "static-map"):
+            raise OptionError("--mode static-map and --map FILE (made by `dynaexq calibrate`) go together")
+        moving = self.mode != "static"
+        if moving and self.expert_memory is None:
+            raise OptionError(f"--mode {self.mode} needs --expert-memory, the bytes that versions may take")
+        for name, value in (("--high", self.high), ("--low", self.low), ("--expert-memory", self.expert_memory)):
+            if value is not None and not moving:
+                raise OptionError(f"{name} does nothing with --mode static; leave it out")
+        if self.tune and not moving:
+            raise OptionError("--tune does nothing with --mode static; leave it out")
+        if self.record is not None and self.mode not in ADAPTIVE:
+            raise OptionError(f"--record-map goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
+        if not self.link > 0 or not self.latency >= 0:
+            raise OptionError(f"a link of {self.link:g} bytes per second and {self.latency:g} s: no copy would end")
+        if self.moves != "static":
+            make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
+
+    def _check_tiers(self) -> None:
+        for tier in (self.tier, self.high, self.low):
+            if tier is not None:
+                tier_format(tier)
+                if tier != self.high:
+                    require_standing(tier)
+        if self.high and self.low and tier_rank(self.high) <= tier_rank(self.low):
+            raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
+
+    @property
+    def moves(self) -> str:
+        """What moves versions: the drive of the control loop, or the mode of a run in which none move."""
+        return self.drive if self.mode in ("dynaexq", "no-hysteresis") else self.mode
+
+
+def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -> tuple[Simulation, Moving | None]:
+    """A run that has not begun, and what moves versions in it.
+
+    Raises:
+        OptionError, MemoryLimitError, SideFileError: it cannot be had.
+    """
+    options.check()
+    size = partial(_size, source)
+    clock = VirtualClock()
+    if options.mode == "static":
+        assert options.tier is not None
+        levels = np.zeros((source.shape.layers, source.shape.experts), np.int8)
+        sizes = {options.tier: size(options.tier)}
+        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes)), None
+    tuning = make_tuning(options.tune, options.moves, hysteresis=options.mode != "no-hysteresis")
+    high, low = _tiers(source, options)
+    wish, budget = tuning.wish(high, low), options.expert_memory or 0
+    if options.mode == "static-map":
+        assert options.profile is not None
+        traffic = TrafficProfile.load(options.profile, source.fingerprint, source.shape).sums
+        wish = wish._replace(layout="replace", spare=0, shadow=False)
+        _require_room(source, size(low), budget)
+        ladder, levels = plan_map(source.shape, size, wish, budget, source.sensitivity, traffic)
+        sizes = {tier: size(tier) for tier in ladder}
+        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes)), None
+    _require_room(source, size(low), budget)
+    plan = plan_versions(source.shape, size, wish, budget, source.sensitivity)
+    if not plan.pools.raised:
+        raise MemoryLimitError(
+            f"all experts fit at {low} in {format_bytes(budget)}, but not one more at {high}; give more --expert-memory"
+        )
+    rate = tuning.link_bytes_per_second
+    link = VirtualLink(clock, _speed(options, rate), options.latency if options.drive == "thread" else 0.0)
+    wake = VirtualWake(clock, link)
+    platform = Platform(VirtualDevice(), lambda: link, partial(_place, options.link), wake, clock, computes=False)
+    traffic_source = SimulatedTraffic(source.shape, len(plan.tiers))
+    control = assemble(
+        source,
+        plan,
+        tuning,
+        options.moves,
+        known_hotness(source, tuning.hotness),
+        platform,
+        BudgetTracker(plan.pools.nbytes),
+        _no_failures,
+        Extras(traffic=traffic_source),
+    )
+    if options.record is not None:
+        control.record_maps(make_map_recorder(options.record, source, plan))
+    moving = Moving(control, link, wake, traffic_source)
+    sizes = dict(zip(plan.tiers, plan.pools.sizes, strict=True))
+    levels, losses = control.experts.levels(), _losses(source, sizes)
+    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses), moving
+
+
+def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:
+    """What a selection loses at each of `tiers`, [tiers, layers, experts]; None where that is not known."""
+    known = source.sensitivity
+    if known is None:
+        return None
+    return np.stack([known.losses[:, :, known.tiers.index(tier)] for tier in tiers])
+
+
+def _speed(options: SimulationOptions, cap: float | None) -> float:
+    """Of copies: those between passes take no time."""
+    if options.moves == "replay":
+        return float("inf")
+    return min(options.link, cap or float("inf"))
+
+
+def _place(link: float, experts: VersionedExperts, levels: Levels) -> float:
+    place_versions(experts, levels)
+    settle_versions(experts)
+    return link
+
+
+def _no_failures(text: str) -> None:
+    raise AssertionError(text)
+
+
+def _size(source: VersionSource, tier: str) -> int:
+    return VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes
+
+
+def _tiers(source: VersionSource, options: SimulationOptions) -> tuple[str, str]:
+    """The highest and the lowest tier: those asked for, else those whose losses are known."""
+    known = source.sensitivity.tiers if source.sensitivity else ()
+    high = options.high or max(known, key=tier_rank, default=None)
+    low = options.low or min(known, key=tier_rank, default=None)
+    if high is None or low is None:
+        raise OptionError(f"--mode {options.mode} needs --high and --low, or --store with a calibrated store")
+    source.format(high), source.format(low)
+    return high, low
+
+
+def _require_room(source: VersionSource, low: int, budget: int) -> None:
+    floor = low * source.shape.layers * source.shape.experts
+    if budget < floor:
+        raise MemoryLimitError(
+            f"the expert memory limit {format_bytes(budget)} is below the floor {format_bytes(floor)} ({floor} bytes: "
+            "all experts at the low tier); raise --expert-memory or take a lower tier"
+        )

@@ -122,8 +122,8 @@ def _verdict(result: dict[str, Any]) -> Iterator[str]:
             if (ratio := kl(result, online, f"{phase} warm") / oracle) > 1.1:
                 far.append(f"{bits:g} bits {phase} ({ratio - 1:+.0%})")
     count = len(result["bits"]) * len(PHASES)
-    yield f"* Never worse than the best map of another workload: {count - len(worse)} of {count} {_list(worse)}"
-    yield f"* At most 10 % above the same workload's oracle, warmed up: {count - len(far)} of {count} {_list(far)}"
+    yield f"* Never worse than the best map of another workload: {count - len(worse)} of {count}{_list(worse)}"
+    yield f"* At most 10 % above the same workload's oracle, warmed up: {count - len(far)} of {count}{_list(far)}"
     for bits in result["bits"]:
         nested, pair = (result["methods"].get(f"{bits:g} {name}") for name in ("nested", "pair"))
         if nested and pair:
@@ -135,4 +135,4 @@ def _verdict(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _list(names: list[str]) -> str:
-    return f"(not: {'; '.join(names)})." if names else "."
+    return f" (not: {'; '.join(names)})." if names else "."

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynaexq.core import MemoryLimitError, OptionError, SideFileError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
@@ -28,9 +28,7 @@ from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
 from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.store.sources import Progress
-
-if TYPE_CHECKING:
-    from dynaexq.traffic.trace_recorder import TraceRecorder
+from dynaexq.traffic.trace_recorder import TraceRecorder
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
 DEMO_EXPERT_MEMORY = 16 << 20
@@ -42,8 +40,8 @@ PROCESS_JITTER = 8 << 20
 PREPARE_BYTES_PER_WEIGHT = 24
 """Working memory of preparing one expert, per weight: the expert, its float32 form, and the quantiser's copies."""
 
-TRACE_BYTES = 64 << 20
-"""Of a run that is recorded: what waits to be written, twice, as it came and as rows, and the writer's own."""
+TRACE_BYTES = 128 << 20
+"""Of a run that is recorded: what waits to be written, twice, as it came and as rows, and the writer's own code."""
 
 AUTO_TIERS = ("int2", "int3", "int4", "int8", "bf16")
 """Tiers that are made of a checkpoint without being asked for."""
@@ -221,8 +219,6 @@ class Opened:
 
     def record(self, runtime: ExpertRuntime, path: Path) -> TraceRecorder:
         """Begin to write what routers choose."""
-        from dynaexq.traffic.trace_recorder import TraceRecorder  # noqa: PLC0415 (pyarrow)
-
         return TraceRecorder(path, self.root.name, self.fingerprint, runtime.experts)
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from dynaexq.formats.base import require_standing
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.traffic import check_state_file
+from dynaexq.traffic.trace_writer import check_trace_target
 from dynaexq.traffic.version_map import check_map_file
 from dynaexq.tuning import Tuning, make_tuning
 
@@ -90,8 +91,6 @@ class LaunchOptions:
         self._check_tiers()
         self._check_adaptive()
         if self.trace is not None:
-            from dynaexq.traffic.trace_writer import check_trace_target  # noqa: PLC0415 (pyarrow, for few)
-
             check_trace_target(self.trace, "--record")
         if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
             raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")

@@ -18,6 +18,7 @@ from dynaexq.cli.serve import serve
 from dynaexq.cli.simulate import simulate
 from dynaexq.cli.synth import synth
 from dynaexq.cli.top import top
+from dynaexq.cli.trace import trace
 from dynaexq.kernels.threads import limit_torch_threads
 from dynaexq.native import limit_malloc
 
@@ -40,6 +41,7 @@ app.command()(probe)
 app.command()(synth)
 app.command()(simulate)
 app.command()(top)
+app.add_typer(trace)
 
 
 @app.callback(invoke_without_command=True)

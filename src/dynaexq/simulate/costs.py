@@ -68,8 +68,8 @@ class Timed(NamedTuple):
 def fit_costs(parts: Sequence[Timed], read_bytes_per_second: float | None) -> StepCosts:
     """Costs from the passes of one or more runs.
 
-    Where a run never changed what it read, time by bytes cannot be told from time by passes; bytes are then taken to
-    come at `read_bytes_per_second`.
+    Where runs never changed what a token read, time by bytes cannot be told from time by tokens: decode passes are then
+    taken to read at `read_bytes_per_second`, and prompts, which computing bounds, to get bytes for nothing.
 
     Raises:
         OptionError: too few timed passes, or nothing says what bytes cost.
@@ -79,7 +79,7 @@ def fit_costs(parts: Sequence[Timed], read_bytes_per_second: float | None) -> St
         chosen = _join([part.where((part.prefill == prefill) & (part.seconds > 0)) for part in parts])
         if len(chosen.seconds) < FEWEST:
             continue
-        byte = None if _apart(chosen) else _price(name, read_bytes_per_second)
+        byte = None if _apart(chosen) else 0.0 if prefill else _price(read_bytes_per_second)
         lines[name], errors[name] = _fit(chosen, byte)
         passes[name] = len(chosen.seconds)
     if not lines:
@@ -101,10 +101,10 @@ def _join(parts: Sequence[Timed]) -> Timed:
     )
 
 
-def _price(name: str, read_bytes_per_second: float | None) -> float:
+def _price(read_bytes_per_second: float | None) -> float:
     if not read_bytes_per_second:
         raise OptionError(
-            f"all {name} passes read as many bytes of experts for their tokens, so what a byte costs is not known; add "
+            "all decode passes read as many bytes of experts for their tokens, so what a byte costs is not known; add "
             "a trace of a run at another tier with --fit, or say --probe FILE (of `dynaexq probe --json`)"
         )
     return 1 / read_bytes_per_second

@@ -56,17 +56,20 @@ def open_source(head: TraceHead, store: Path | None, expert: str | None) -> Vers
             raise OptionError("--expert does nothing beside --store, which says how large experts are; leave it out")
         opened = ExpertStore.open(store)
         shape = opened.shape
-        if (shape.layers, shape.experts) != (head.layers, head.experts) or head.fingerprint not in (
-            "",
-            opened.fingerprint,
-        ):
+        same = (shape.layers, shape.experts) == (head.layers, head.experts)
+        if not same or head.fingerprint not in ("", opened.fingerprint):
             raise SideFileError(f"the trace is of another model than the store {store}")
         return opened
     if expert is not None:
-        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", expert)
-        if match is None or not all(int(size) % 32 == 0 for size in match.groups()):
-            raise OptionError(f"--expert {expert}: write HIDDENxINTERMEDIATE, both multiples of 32, such as 2048x768")
-        return TracedModel(head, ExpertShape(int(match[1]), int(match[2])))
+        return TracedModel(head, parse_expert(expert))
     if not (head.hidden and head.intermediate):
         raise OptionError("the trace does not say how large experts are; add --store DIR or --expert 2048x768")
     return TracedModel(head, ExpertShape(head.hidden, head.intermediate))
+
+
+def parse_expert(text: str) -> ExpertShape:
+    """The size of an expert, HIDDENxINTERMEDIATE. Raises OptionError."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
+    if match is None or not all(int(size) % 32 == 0 for size in match.groups()):
+        raise OptionError(f"--expert {text}: write HIDDENxINTERMEDIATE, both multiples of 32, such as 2048x768")
+    return ExpertShape(int(match[1]), int(match[2]))

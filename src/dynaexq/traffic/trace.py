@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dynaexq.core import ModelShape, SideFileError
+from dynaexq.traffic.arrow import pa, pq
 
 TRACE_VERSION = 1
 HEAD_KEY = b"dynaexq"
@@ -102,7 +101,7 @@ def join_rows(parts: Sequence[TraceRows]) -> TraceRows:
     return TraceRows(**plain, weights=np.concatenate(weights) if len(weights) == len(parts) else None)
 
 
-def make_schema(head: TraceHead, weights: bool) -> pa.Schema:
+def make_schema(head: TraceHead, weights: bool) -> Any:
     """Columns of a trace, and its head."""
     width = head.layers * head.top_k
     fields = [
@@ -122,7 +121,7 @@ def make_schema(head: TraceHead, weights: bool) -> pa.Schema:
 class TraceReader:
     """Reads a trace piece by piece."""
 
-    def __init__(self, path: Path, file: pq.ParquetFile, head: TraceHead) -> None:
+    def __init__(self, path: Path, file: Any, head: TraceHead) -> None:
         self.path, self.head = path, head
         self._file = file
 
@@ -132,16 +131,14 @@ class TraceReader:
         try:
             if not path.is_file():
                 raise SideFileError(f"{path}: not there, or no regular file; --record FILE makes traces")
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise SideFileError(f"{path} is no whole Parquet file, so no trace: {_first_line(error)}") from error
         schema = file.schema_arrow
         try:
             head = TraceHead.model_validate_json((schema.metadata or {})[HEAD_KEY])
         except KeyError:
-            raise SideFileError(
-                f"{path} is no trace: it does not say of what; see `dynaexq trace import`"
-            ) from None
+            raise SideFileError(f"{path} is no trace: it does not say of what; see `dynaexq trace import`") from None
         except ValidationError as error:
             raise SideFileError(f"{path} is no trace that can be read: {error.errors()[0]['msg']}") from error
         if not schema.remove_metadata().equals(make_schema(head, "weights" in schema.names).remove_metadata()):
@@ -196,14 +193,14 @@ class TraceReader:
         """Close the file."""
         self._file.close()
 
-    def _convert(self, table: pa.Table, weights: bool) -> TraceRows:
+    def _convert(self, table: Any, weights: bool) -> TraceRows:
         plain = {name: table.column(name).to_numpy() for name in TraceRows._fields[:6]}
         shape = (table.num_rows, self.head.layers, self.head.top_k)
         mass = _flatten(table, "weights").reshape(shape) if weights and self.has_weights else None
         return TraceRows(**plain, ids=_flatten(table, "ids").reshape(shape), weights=mass)
 
 
-def _flatten(table: pa.Table, name: str) -> Column:
+def _flatten(table: Any, name: str) -> Column:
     """Values of a column of lists, one after the other. Raises ValueError where some are missing."""
     column = table.column(name)
     if column.null_count:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dynaexq.core import OptionError, SideFileError
+from dynaexq.traffic.arrow import pa, pq
 from dynaexq.traffic.own_files import check_own_file
 from dynaexq.traffic.trace import Column, TraceHead, TraceRows, make_schema
 
@@ -41,7 +41,7 @@ class TraceWriter:
         self._held: list[TraceRows] = []
         self._holding = 0
         try:
-            self._writer = pq.ParquetWriter(self._partial, self._schema, compression="zstd", use_dictionary=True)
+            self._writer = pq.ParquetWriter(self._partial, self._schema, compression="zstd", write_page_checksum=True)
         except OSError as error:
             raise self._failure(error) from error
 
@@ -51,6 +51,11 @@ class TraceWriter:
         self._holding += len(rows.window)
         if self._holding >= ROW_GROUP:
             self._write()
+
+    @property
+    def taken(self) -> int:
+        """Rows so far."""
+        return self.tokens + self._holding
 
     def close(self) -> None:
         """Finish the file. Raises SideFileError where that fails."""
@@ -84,7 +89,7 @@ class TraceWriter:
         except (OSError, pa.ArrowException) as error:
             raise self._failure(error) from error
 
-    def _lists(self, parts: list[Column], kind: type) -> pa.Array:
+    def _lists(self, parts: list[Column], kind: type) -> Any:
         flat: Column = np.concatenate([part.reshape(-1) for part in parts]).astype(kind, copy=False)
         return pa.FixedSizeListArray.from_arrays(pa.array(flat), self.head.layers * self.head.top_k)
 

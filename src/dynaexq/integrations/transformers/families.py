@@ -29,6 +29,7 @@ VERIFIED_FAMILIES = {
 }
 """Model types whose logits are compared with plain Transformers in the test suite."""
 
+TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -88,9 +89,16 @@ def _is_dispatched(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "_apply_gate"))
 
 
+def top_k_of(config: Any) -> int:
+    """How many experts of a layer a token chooses."""
+    text = config.get_text_config()
+    found = [top_k for name in TOP_K if isinstance(top_k := getattr(text, name, None), int)]
+    return max(found, default=1)
+
+
 def _check_routing(config: Any, family: str, modules: dict[str, Any]) -> None:
     experts = min(int(module.num_experts) for module in modules.values())
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
+    for name in TOP_K:
         top_k = getattr(config, name, None)
         if isinstance(top_k, int) and not 1 <= top_k <= experts:
             raise UnsupportedModelError(f"model family '{family}': {name} is {top_k}, with {experts} experts")

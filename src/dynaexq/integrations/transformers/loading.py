@@ -43,8 +43,7 @@ def open_skeleton(root: Path, tensors: int) -> Skeleton:
         layers = int(config.get_text_config().num_hidden_layers)
         if not 0 < layers <= tensors:
             raise CheckpointError(f"{root / 'config.json'} says {layers} layers, but there are {tensors} tensors")
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        return build_skeleton(config)
     except DynaExqError:
         raise
     except Exception as error:  # the family's own code on a configuration nobody has checked
@@ -52,6 +51,12 @@ def open_skeleton(root: Path, tensors: int) -> Skeleton:
             f"{root / 'config.json'} describes no causal language model that Transformers {transformers.__version__} "
             f"knows without remote code: {_first_line(error)}"
         ) from error
+
+
+def build_skeleton(config: Any) -> Skeleton:
+    """The model of a configuration, without weights. Raises UnsupportedModelError, and what the family's code does."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     experts = find_expert_layers(model)
     return Skeleton(model, experts, profile_model(model, experts))
 

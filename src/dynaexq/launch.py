@@ -124,7 +124,18 @@ class Opened:
         self.tokenizer = load_tokenizer(self.root)
 
     @property
-    def _known(self) -> Sensitivity | None:
+    def group_size(self) -> int:
+        """Of quantised versions."""
+        return self.store.manifest.group_size if self.store else DEFAULT_GROUP_SIZE
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Tiers that can serve by themselves: those of the store, or those that would be made."""
+        available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
+        return tuple(tier for tier in available if tier != "int1" and not base_tier(tier)) or available
+
+    @property
+    def known(self) -> Sensitivity | None:
         """What versions lose, where the store was calibrated."""
         return self.store.sensitivity if self.store else None
 
@@ -136,13 +147,7 @@ class Opened:
     def plan(self, options: LaunchOptions, work: Workload) -> MemoryPlan:
         """Choose mode and tier within the limits, or raise MemoryLimitError with the floor."""
         options.check()
-        work = replace(work, dense=options.dense_form, kernel=options.kernel)
-        group_size = self.store.manifest.group_size if self.store else DEFAULT_GROUP_SIZE
-        process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
-        fixed = fixed_parts(self.skeleton.profile, work, process)
-        if options.trace is not None:
-            fixed["trace"] = TRACE_BYTES
-        limit = options.memory if options.memory is not None else available_memory() + resident_bytes()
+        group_size, fixed, limit = self.group_size, self.fixed(options, work), self.limit(options)
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
         mode = "auto" if options.mode in ("uniform", *PAIRED) else options.mode
@@ -151,12 +156,23 @@ class Opened:
             return plan
         return self._add_high(options, plan, group_size)
 
+    def fixed(self, options: LaunchOptions, work: Workload) -> dict[str, int]:
+        """Bytes of everything that is no expert version, by part."""
+        work = replace(work, dense=options.dense_form, kernel=options.kernel)
+        process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
+        fixed = fixed_parts(self.skeleton.profile, work, process)
+        return fixed if options.trace is None else {**fixed, "trace": TRACE_BYTES}
+
+    def limit(self, options: LaunchOptions) -> int:
+        """Bytes that the process may take: what was asked for, else what is there."""
+        return options.memory if options.memory is not None else available_memory() + resident_bytes()
+
     def _add_high(self, options: LaunchOptions, plan: MemoryPlan, group_size: int) -> MemoryPlan:
         """`plan` with higher tiers above its own, where that was asked for or pays."""
         serving, tuning = self._candidates(replace(options, low=None)), options.make_tuning()
         above = [tier for tier in serving if tier_rank(tier) > tier_rank(plan.tier)]
         low, high = plan.tier, options.high
-        if self._known and high is None and tuning.slots != "layer" and tuning.layout != "keep":
+        if self.known and high is None and tuning.slots != "layer" and tuning.layout != "keep":
             low, high = min(serving, key=tier_rank), max(serving, key=tier_rank)
         else:
             high = high or self._nested_in(low, options) or min(above, key=tier_rank, default=None)
@@ -166,7 +182,7 @@ class Opened:
             if options.mode == "static-map":
                 wish = wish._replace(layout="replace", spare=0, shadow=False)
             shape = self.skeleton.profile.shape
-            paired = add_high(plan, shape, wish, group_size, options.expert_memory, self._known)
+            paired = add_high(plan, shape, wish, group_size, options.expert_memory, self.known)
         if paired:
             return replace(paired, mode="dynaexq" if options.mode == "auto" else options.mode)
         if options.mode == "auto":
@@ -223,7 +239,7 @@ class Opened:
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
-        serving = tuple(tier for tier in available if tier != "int1" and not base_tier(tier)) or available
+        serving = self.tiers
         if options.mode == "static":
             assert options.tier is not None
             if self.store and options.tier not in available:

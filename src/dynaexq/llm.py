@@ -52,6 +52,31 @@ class GenerationError(DynaExqError):
     """A request failed while it ran."""
 
 
+def size_workload(
+    most: int, slots: int, context: int | None, kv_dtype: str | None, limits: EngineOptions, dtype: str
+) -> Workload:
+    """What an engine with these limits amounts to, on a model whose context is `most` tokens.
+
+    Raises:
+        OptionError: a context or a number of slots that cannot be had, or options out of range.
+    """
+    limits.check()
+    if slots < 1 or (context is not None and not 1 < context <= most):
+        raise OptionError(f"slots is {slots} and context {context}; at least 1, and 2 to {most}")
+    room = min(context or DEFAULT_CONTEXT, most)
+    kept = kept_dtype(kv_dtype, DTYPES[dtype])
+    return Workload(
+        tokens=min(max(limits.chunk, limits.step_tokens), room) + slots,
+        context=room,
+        sequences=slots,
+        logits=max(slots, min(limits.score_tokens, room)) + 1,
+        element_bytes=DTYPES[dtype].itemsize,
+        kv_cache=True,
+        kv_element_bytes=kept.itemsize,
+        kv_scale_bytes=4 if kept is torch.int8 else 0,
+    )
+
+
 class LLM:
     """A model loaded within a memory limit, with `slots` sequences at a time of up to `context` tokens.
 
@@ -84,26 +109,9 @@ class LLM:
         sizes = {name: parse_size(launch[name], name) for name in SIZES if isinstance(launch.get(name), str)}
         options = options or LaunchOptions(**{**launch, **sizes})
         limits = engine or EngineOptions()
-        limits.check()
         opened = Opened(model) if isinstance(model, str) else model
-        most = opened.skeleton.profile.max_context
-        if slots < 1 or (context is not None and not 1 < context <= most):
-            raise OptionError(f"slots is {slots} and context {context}; at least 1, and 2 to {most}")
-        room = min(context or DEFAULT_CONTEXT, most)
-        tokens = min(max(limits.chunk, limits.step_tokens), room) + slots
-        kept, element = kept_dtype(kv_dtype, DTYPES[options.dtype]), DTYPES[options.dtype].itemsize
-        scale = 4 if kept is torch.int8 else 0
-        logits = max(slots, min(limits.score_tokens, room)) + 1
-        work = Workload(
-            tokens,
-            room,
-            slots,
-            logits,
-            element,
-            kv_cache=True,
-            kv_element_bytes=kept.itemsize,
-            kv_scale_bytes=scale,
-        )
+        work = size_workload(opened.skeleton.profile.max_context, slots, context, kv_dtype, limits, options.dtype)
+        room = work.context
         self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
         self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
         slotted = SlottedModel(self.launch.model, slots, room, kv_dtype)

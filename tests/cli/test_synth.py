@@ -50,6 +50,20 @@ SHRUNK: dict[str, dict[str, Any]] = {
     "olmoe-1b-7b": {"num_experts": 16, "intermediate_size": 64},
     "mixtral-8x7b": {"intermediate_size": 64},
     "gpt-oss-20b": {"head_dim": 32, "num_local_experts": 8, "intermediate_size": 64},
+    "gpt-oss-120b": {"head_dim": 32, "num_local_experts": 8, "intermediate_size": 64},
+    "phi-3.5-moe": {"num_local_experts": 8, "intermediate_size": 64},
+    "qwen3-next-80b-a3b": {
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "deepseek-v2-lite": {**LATENT, "n_routed_experts": 16, "moe_intermediate_size": 64, "intermediate_size": 96},
 }
 """What makes each geometry small enough for a test."""
@@ -94,6 +108,9 @@ def test_geometries_have_their_published_sizes(geometry: str) -> None:
         "olmoe-1b-7b": (16, 64, 6.9),
         "mixtral-8x7b": (32, 8, 46.7),
         "gpt-oss-20b": (24, 32, 20.9),
+        "gpt-oss-120b": (36, 128, 116.8),
+        "phi-3.5-moe": (32, 16, 41.9),
+        "qwen3-next-80b-a3b": (48, 512, 79.7),
         "deepseek-v2-lite": (26, 64, 15.7),
     }[geometry]
     model = describe_random_model(geometry, EMBEDDED_MODEL)

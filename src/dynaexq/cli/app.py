@@ -12,6 +12,7 @@ from dynaexq.cli.chat import chat
 from dynaexq.cli.evaluate import evaluate
 from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
+from dynaexq.cli.plan import plan
 from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
 from dynaexq.cli.serve import serve
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command()(plan)
 app.command()(prepare)
 app.command()(inspect)
 app.command()(generate)

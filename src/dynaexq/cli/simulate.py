@@ -15,7 +15,8 @@ from dynaexq.cli.simulate_sweep import SweepOutput, sweep_and_report
 from dynaexq.cli.simulate_view import print_costs, print_report
 from dynaexq.core import OptionError
 from dynaexq.plan.sizes import parse_size
-from dynaexq.simulate.conditions import fit_to_traces, parse_costs, read_probe
+from dynaexq.plan.speed import read_probe
+from dynaexq.simulate.conditions import fit_to_traces, parse_costs
 from dynaexq.simulate.report import simulate as simulate_run
 from dynaexq.simulate.sweep import SweepJob, apply_settings, combine, parse_gigabytes, parse_grid
 from dynaexq.simulate.trace_source import open_source

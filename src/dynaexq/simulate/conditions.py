@@ -1,42 +1,21 @@
-"""What a simulation assumes of the machine: seconds of passes, and the link; from traces, a probe or people."""
+"""What a simulation assumes of passes: seconds, from traces or people."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
-from dynaexq.core import OptionError, SideFileError
+from dynaexq.core import OptionError
 from dynaexq.simulate.costs import Line, StepCosts, Timed, fit_costs
 from dynaexq.simulate.feed import read_blocks
 from dynaexq.traffic.trace import TraceReader
 from dynaexq.tuning import GIGABYTE
 
-MAX_PROBE_BYTES = 1 << 20
-
-
-class Probed(NamedTuple):
-    """Bytes per second, as `dynaexq probe` measured them."""
-
-    read: float
-    link: float
-
-
-def read_probe(path: Path) -> Probed:
-    """What `dynaexq probe --json FILE` wrote. Raises SideFileError."""
-    try:
-        if path.stat().st_size > MAX_PROBE_BYTES:
-            raise ValueError("too large")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        probed = Probed(float(found["memory"]["read"]), float(found["link"]["bytes_per_second"]))
-        if not all(0 < speed < float("inf") for speed in probed):
-            raise ValueError("speeds that are not above 0")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SideFileError(f"{path} is no result of `dynaexq probe --json`: {error}") from error
-    return probed
+MAX_COSTS_BYTES = 1 << 20
 
 
 def parse_costs(text: str) -> StepCosts:
@@ -81,7 +60,7 @@ def fit_to_traces(paths: Sequence[Path], read_bytes_per_second: float | None) ->
 
 def _read_costs(path: Path) -> StepCosts:
     try:
-        if path.stat().st_size > MAX_PROBE_BYTES:
+        if path.stat().st_size > MAX_COSTS_BYTES:
             raise ValueError("too large")
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         return StepCosts.model_validate(found.get("costs", found))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dynaexq.cli.configuration import ConfigOption
 from dynaexq.cli.output import check_output
 from dynaexq.core import OptionError
 from dynaexq.formats import TIERS
@@ -207,10 +208,12 @@ def takes_request(drive: str) -> Callable[[Callable[..., None]], Callable[..., N
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
+            del values["config"]  # it has become the defaults of the others
             chosen = {name: values.pop(name) for name in shared}
             command(**values, request=read_request(**chosen, drive=drive))
 
-        parameters = {"model": shared["model"], **own, **shared}
+        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
+        parameters = {"model": shared["model"], **own, **shared, "config": config}
         run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         run.__annotations__ = {name: each.annotation for name, each in parameters.items()}
         return run

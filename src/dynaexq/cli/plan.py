@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +85,7 @@ def plan(
         top_k = top_k_of(opened.skeleton.model.config)
         active = active_experts(outlook.plan, shape.layers * top_k, outlook.by_tier)
         sizes = {tier: nbytes // (shape.layers * shape.experts) for tier, nbytes in outlook.tiers.items()}
-        speed = expect_speed(opened.skeleton.profile, work, active, sizes, machine)
+        speed = expect_speed(opened.skeleton.profile, replace(work, dense=options.dense_form), active, sizes, machine)
     if picture is not None:
         plot_parts(outlook.name, outlook.bars, outlook.limit, picture)
     if json_target != "-":

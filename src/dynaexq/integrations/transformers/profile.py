@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import DynamicCache
+
 from dynaexq.core import UnsupportedModelError
 from dynaexq.integrations.transformers.dense import packable_layers
 from dynaexq.integrations.transformers.families import ExpertLayers
@@ -11,7 +13,7 @@ from dynaexq.plan.memory import ModelProfile
 
 
 def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
-    """Sizes for the memory plan. Estimates err on the large side for hybrid families."""
+    """Sizes for the memory plan."""
     config = skeleton.config.get_text_config()
     experts = layers.parameter_names
     dense = sum(p.numel() for name, p in skeleton.named_parameters() if name not in experts)
@@ -28,6 +30,8 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and context < 1:
         raise UnsupportedModelError(f"the configuration's max_position_embeddings is {context}")
+    recurrent = _recurrent_layers(config)
+    attending = config.num_hidden_layers - recurrent
     eager = getattr(config, "_attn_implementation", None) == "eager"
     return ModelProfile(
         shape=layers.shape,
@@ -38,13 +42,21 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         max_context=context or 1 << 20,
-        kv_width=per_layer * config.num_hidden_layers,
-        kv_vectors=vectors * config.num_hidden_layers,
-        state_elements=_state_elements(config) * config.num_hidden_layers,
+        kv_width=per_layer * attending,
+        kv_vectors=vectors * attending,
+        state_elements=_state_elements(config) * recurrent,
         attention_width=heads * max(head_dim, per_layer // (2 * kv_heads)),
         dense_width=_dense_width(config),
         eager_attention_heads=heads if eager else 0,
     )
+
+
+def _recurrent_layers(config: Any) -> int:
+    """Layers that keep a state instead of keys and values."""
+    if not _state_elements(config):
+        return 0
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    return sum("Linear" in kind or "Mamba" in kind for kind in kinds)
 
 
 def _state_elements(config: Any) -> int:

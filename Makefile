@@ -31,6 +31,8 @@ bench: setup
 	$(BIN)/python -m benchmarks.adaptive --quick
 	$(BIN)/python -m benchmarks.budgets --quick
 	$(BIN)/python -m benchmarks.kernels --quick
+	$(BIN)/python -m benchmarks.tracing --quick
+	$(BIN)/python -m benchmarks.simulator --quick
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md

@@ -43,7 +43,7 @@ PREPARE_BYTES_PER_WEIGHT = 24
 TRACE_BYTES = 128 << 20
 """Of a run that is recorded: what waits to be written, twice, as it came and as rows, and the writer's own code."""
 
-AUTO_TIERS = ("int2", "int3", "int4", "int8", "bf16")
+AUTO_TIERS = ("int2", "int2d3", "int3", "int3d4", "int4", "int8", "bf16")
 """Tiers that are made of a checkpoint without being asked for."""
 
 

@@ -215,6 +215,11 @@ class ExpertRuntime:
         return result
 
     @property
+    def listens(self) -> bool:
+        """Whether anybody wants to know what routers choose."""
+        return self.listener is not None or self.trace is not None
+
+    @property
     def in_window(self) -> bool:
         """Whether this thread has a window open."""
         return self._local.words is not None
@@ -227,7 +232,7 @@ class ExpertRuntime:
 
     def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k]."""
-        if self.listener or self.trace:
+        if self.listens:
             self._local.routed.append(RoutedLayer(layer, ids, weights))
 
 

@@ -115,12 +115,24 @@ def test_rank_slack_keeps_neighbours_of_the_border() -> None:
     assert select_high(scores, current, capacity, SelectionOptions()).tolist() == [[True, True, False, False, False]]
 
 
+def test_few_tokens_make_little_forgotten() -> None:
+    """Sixteen intervals of one selection for each expert forget as much as one of sixteen."""
+    small, whole = Hotness(1, 2, HotnessOptions(alpha=0.5)), Hotness(1, 2, HotnessOptions(alpha=0.5))
+    before = np.array([[64.0, 0.0]])
+    for hotness, traffic, times in ((small, np.array([[0.0, 2.0]]), 16), (whole, np.array([[0.0, 32.0]]), 1)):
+        hotness.restore(before)
+        for _ in range(times):
+            hotness.update(np.zeros((1, 2)), traffic)
+        assert np.isclose(hotness.sums[0, 0], 32.0)
+    assert 0.6 < small.scores[0, 1] / whole.scores[0, 1] < 1
+
+
 def test_hotness_is_the_papers_average_over_the_mean_of_its_layer() -> None:
     hotness = Hotness(1, 2, HotnessOptions(alpha=0.5, prefill_weight=0.25))
     assert hotness.scores.tolist() == [[0, 0]]
-    hotness.update(np.array([[8.0, 0.0]]), np.array([[0.0, 2.0]]))
+    hotness.update(np.array([[160.0, 0.0]]), np.array([[0.0, 40.0]]))
     assert hotness.scores.tolist() == [[1.0, 1.0]]
-    hotness.update(np.zeros((1, 2)), np.array([[0.0, 3.0]]))
+    hotness.update(np.zeros((1, 2)), np.array([[0.0, 60.0]]))
     assert hotness.scores.tolist() == [[0.4, 1.6]]
     other = Hotness(1, 2, HotnessOptions())
     other.restore(hotness.sums)

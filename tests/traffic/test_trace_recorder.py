@@ -90,6 +90,18 @@ def test_a_recorded_run_has_every_choice_and_whose_it_was(embedded_store: Path, 
     assert llm.launch.plan.fixed["trace"] > 0
 
 
+def test_steps_that_are_one_native_call_are_recorded_where_nobody_else_listens(
+    embedded_store: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.parquet"
+    with LLM(str(embedded_store), slots=1, context=128, mode="static", tier="int4", trace=path) as llm:
+        assert llm.launch.runtime.fused_layers == 6 and llm.launch.runtime.listener is None
+        answer = llm.generate("reverse: a b c", max_tokens=8)
+    rows = read(path)
+    assert (~rows.prefill).sum() == len(answer.tokens) - (answer.finish.reason.value == "length") > 1
+    assert set(rows.request) != {-1}
+
+
 def test_runs_whose_versions_move_are_recorded_too(embedded_store: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.parquet"
     with LLM(str(embedded_store), slots=1, context=128, mode="dynaexq", expert_memory="12M", trace=path) as llm:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from dynaexq.cli.options import GroupSizeOption, JsonOption, TiersOption, split_tiers
+from dynaexq.cli.options import GroupSizeOption, JsonOption, split_tiers
 from dynaexq.cli.output import check_json_target, progress_bar, reports_errors, stderr, write_json
 from dynaexq.core import OptionError, StoreError
-from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, tier_format
+from dynaexq.formats import DEFAULT_QUANTIZER, QUANTIZERS, TIERS, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE, with_bases
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.calibration import InputCalibration
@@ -23,6 +23,10 @@ from dynaexq.plan.process import peak_resident_bytes
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
 from dynaexq.traffic.inputs import ExpertInputs
 
+PLAIN_TIERS = "int2,int4,int8,bf16"
+FITTED_TIERS = "int2,int2d3,int2d4,int3d4,int4d8,int8"
+"""Those between which bytes are allocated best (benchmarks/budgets.py)."""
+
 
 @reports_errors
 def prepare(
@@ -30,7 +34,13 @@ def prepare(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Directory of the store: new, empty, or to go on with.")
     ],
-    tiers: TiersOption = "int2,int4,int8,bf16",
+    tiers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Comma-separated: {', '.join(TIERS)}. [default: {PLAIN_TIERS}; with --calibration {FITTED_TIERS}]",
+            show_default=False,
+        ),
+    ] = None,
     group_size: GroupSizeOption = None,
     quantizer: Annotated[
         str | None,
@@ -53,11 +63,11 @@ def prepare(
 
       dynaexq prepare org/name -o ./store --tiers int4,bf16 --group-size 128
 
-      dynaexq prepare ./Qwen3-30B-A3B -o ./store --tiers int2,int4,int4+4 --calibration ./inputs
+      dynaexq prepare ./Qwen3-30B-A3B -o ./store --calibration ./inputs
     """
     check_json_target(json_target)
     quiet_transformers()
-    names = split_tiers(tiers)
+    names = split_tiers(tiers or (FITTED_TIERS if calibration else PLAIN_TIERS))
     if names == ("bf16",) and (group_size is not None or quantizer is not None):
         raise OptionError("--group-size and --quantizer do nothing for bf16 alone; leave them out")
     if calibration is not None and quantizer is not None:

@@ -12,12 +12,16 @@ from dynaexq.core import OptionError
 Scores = np.ndarray[Any, np.dtype[np.float64]]
 
 
+FULL = 16.0
+"""Selections of an average expert that make a whole interval."""
+
+
 @dataclass(frozen=True)
 class HotnessOptions:
     """How traffic becomes hotness.
 
     Args:
-        alpha: weight of the past, in [0, 1).
+        alpha: weight of the past after an interval with enough traffic, in [0, 1).
         prefill_weight: what one routed token of a prefill counts, where one of a decode step counts 1. Below 1 keeps
             a long prompt from drowning the decode signal.
     """
@@ -42,9 +46,13 @@ class Hotness:
         self._sums: Scores = np.zeros((layers, experts))
 
     def update(self, prefill: Scores, decode: Scores) -> None:
-        """Fold one interval's traffic in: `S <- alpha * S + (1 - alpha) * c`, both [layers, experts]."""
+        """Fold one interval's traffic in: `S <- alpha * S + (1 - alpha) * c`, both [layers, experts].
+
+        An interval with less than FULL selections for each expert makes that much less forgotten: what few tokens chose
+        is mostly chance, and following it would move versions back and forth.
+        """
         alpha, weight = self.options.alpha, self.options.prefill_weight
-        self._sums *= alpha
+        self._sums *= alpha ** min(1.0, float((decode + weight * prefill).mean()) / FULL)
         self._sums += (1 - alpha) * decode
         if prefill.any():
             self._sums += (1 - alpha) * weight * prefill

@@ -113,7 +113,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
             threads=thread_count(),
         )
-        if runtime.listener:
+        if runtime.listens:
             for layer, chosen, shares in zip(self.layers, ids, weights, strict=True):
                 runtime.record(layer.moe_layer, chosen, shares)
         return logits

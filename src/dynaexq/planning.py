@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 
 from dynaexq.core import MemoryLimitError, ModelShape
 from dynaexq.formats import tier_rank
+from dynaexq.integrations.hub import fetch_headers
 from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.geometries import geometry_options, make_config
-from dynaexq.integrations.transformers.loading import build_skeleton
+from dynaexq.integrations.transformers.loading import build_skeleton, open_skeleton
 from dynaexq.launch import Opened
 from dynaexq.launch_options import LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, expert_bytes
@@ -39,8 +41,19 @@ class Geometry(Opened):
         self.skeleton = build_skeleton(make_config(geometry_options(name)))
 
 
+class Remote(Opened):
+    """A model on the hub of which nothing but the configuration and headers are fetched."""
+
+    def __init__(self, model: str) -> None:
+        """Raises CheckpointError, UnsupportedModelError."""
+        directory, self.tensors = fetch_headers(model)
+        self.root, self.store, self.source = Path(model), None, None
+        self.skeleton = open_skeleton(directory, len(self.tensors))
+
+
 class Parameters(NamedTuple):
-    """Numbers of weights: of the model, and of those that a token goes through; of the parts that are not experts."""
+    """Numbers of weights: of the model, of those that a token goes through, of its parts, and those of the checkpoint
+    that do not run (heads that predict further tokens, vision towers)."""
 
     total: int
     active: int
@@ -49,6 +62,7 @@ class Parameters(NamedTuple):
     shared_experts: int
     routers: int
     other: int
+    not_loaded: int
 
 
 class Change(NamedTuple):
@@ -157,7 +171,17 @@ def count_parameters(opened: Opened) -> Parameters:
         if name not in experts:
             parts[_part_of(name)] += parameter.numel()
     dense, active = sum(parts.values()), shape.layers * top_k_of(model.config) * shape.expert.weights
-    return Parameters(dense + shape.weights, dense + active, shape.weights, **parts)
+    total = dense + shape.weights
+    return Parameters(total, dense + active, shape.weights, **parts, not_loaded=max(0, _stored(opened, total) - total))
+
+
+def _stored(opened: Opened, total: int) -> int:
+    """Weights of the checkpoint; `total` where only a model's own are there."""
+    if isinstance(opened, Remote):
+        return sum(opened.tensors.values())
+    if opened.source is None:
+        return total
+    return sum(math.prod(entry.shape) for entry in opened.source.checkpoint.tensors.values())
 
 
 def _part_of(name: str) -> str:

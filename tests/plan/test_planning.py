@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -156,6 +158,26 @@ def test_probes_are_checked(tmp_path: Path) -> None:
             read_probe(probe)
     probe.write_text('{"memory":{"read":2e10},"link":{"bytes_per_second":1e9}}')
     assert read_probe(probe) == Machine(2e10, 1e9, {}) and read_probe(probe).share("int4") == 1
+
+
+def test_of_a_model_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Opened(str(EMBEDDED_MODEL)).source.checkpoint.tensors  # type: ignore[union-attr]
+    shapes = {name: SimpleNamespace(shape=list(entry.shape)) for name, entry in tensors.items()}
+    shapes["mtp.layers.0.weight"] = SimpleNamespace(shape=[1000, 77])
+    files = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=shapes)})
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name: str(EMBEDDED_MODEL / name))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("weights were fetched"))
+    far = json.loads(run("plan", "org/model", "--expert-memory", "12M", "--json", "-").stdout)
+    near = json.loads(run("plan", str(EMBEDDED_MODEL), "--expert-memory", "12M", "--json", "-").stdout)
+    assert far["parameters"].pop("not_loaded") == 77_000 and near["parameters"].pop("not_loaded") == 0
+    assert far["parameters"] == near["parameters"] and far["plan"]["slots"] == near["plan"]["slots"]
+
+    def fail(*_: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    refuse("plan", "org/model", code=3, words="cannot be fetched from the hub: no network")
 
 
 def test_the_command(tmp_path: Path) -> None:

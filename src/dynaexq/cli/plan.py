@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -14,6 +14,7 @@ from dynaexq.cli.output import check_json_target, check_output, reports_errors, 
 from dynaexq.cli.plan_view import describe_outlook, print_outlook
 from dynaexq.core import MemoryLimitError, OptionError
 from dynaexq.engine import EngineOptions
+from dynaexq.integrations.hub import is_hub_id
 from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.geometries import GEOMETRIES
 from dynaexq.integrations.transformers.loading import quiet_transformers
@@ -21,7 +22,7 @@ from dynaexq.launch import Opened
 from dynaexq.llm import size_workload
 from dynaexq.plan.picture import plot_parts
 from dynaexq.plan.speed import expect_speed, read_probe
-from dynaexq.planning import Geometry, active_experts, look_ahead, zipf_traffic
+from dynaexq.planning import Geometry, Remote, active_experts, look_ahead, zipf_traffic
 from dynaexq.policy.hotness import Scores
 from dynaexq.traffic.profile import TrafficProfile
 from dynaexq.traffic.trace import TraceReader
@@ -56,8 +57,8 @@ def plan(
     """Say what every part of a model takes, which mode and tiers a memory limit affords, and what to change if none.
 
     MODEL may also be the name of a public geometry, such as qwen3-30b-a3b: then no file is needed at all. Of a
-    checkpoint, headers and configuration are read, and no weights. The plan is the one that `generate` and `serve` make
-    at their start. Exit code 1: it does not fit.
+    checkpoint, here or on the hub, headers and configuration are read, and no weights. The plan is the one that
+    `generate` and `serve` make at their start. Exit code 6: it does not fit.
 
     Examples:
 
@@ -74,7 +75,7 @@ def plan(
         raise OptionError("--trace, --profile and --zipf each say what traffic is like; give one")
     machine = read_probe(probe) if probe else None
     quiet_transformers()
-    opened = Geometry(request.model) if request.model in GEOMETRIES else Opened(request.model)
+    opened = _open(request.model)
     options, shape = request.options, opened.skeleton.profile.shape
     most = opened.skeleton.profile.max_context
     work = size_workload(most, slots, context, kv_dtype, EngineOptions(), options.dtype)
@@ -96,14 +97,22 @@ def plan(
         raise MemoryLimitError(outlook.reason or "it does not fit")
 
 
+def _open(model: str) -> Opened:
+    if model in GEOMETRIES and not Path(model).exists():
+        return Geometry(model)
+    return Remote(model) if is_hub_id(model) else Opened(model)
+
+
 def _read_traffic(
-    opened: Any, trace: Path | None, profile: Path | None, zipf: float | None
+    opened: Opened, trace: Path | None, profile: Path | None, zipf: float | None
 ) -> tuple[Scores | None, str | None]:
     """Selections by expert, and where they are from."""
     shape = opened.skeleton.profile.shape
     if trace is not None:
         reader = TraceReader.open(trace)
-        reader.check_model("" if isinstance(opened, Geometry) else opened.fingerprint, shape)
+        reader.check_model(
+            reader.head.fingerprint if isinstance(opened, Geometry | Remote) else opened.fingerprint, shape
+        )
         found = measure_trace(reader.head, reader.batches(), reader.tokens).traffic
         reader.close()
         return found, f"the trace {trace}"

@@ -17,7 +17,8 @@ from dynaexq.residency.layout import share_evenly
 
 def print_outlook(outlook: Outlook, shape: ModelShape, source: str | None, speed: SpeedBand | None) -> None:
     """A plan, for people."""
-    parts = {name.replace("_", " "): _count(number) for name, number in outlook.parameters._asdict().items()}
+    numbers = outlook.parameters._asdict()
+    parts = {name.replace("_", " "): _count(number) for name, number in numbers.items() if number}
     print(f"{outlook.name}: {shape.layers} MoE layers of {shape.experts} experts")
     print("parameters: " + ", ".join(f"{name} {number}" for name, number in parts.items()))
     console = Console(highlight=False, soft_wrap=True)

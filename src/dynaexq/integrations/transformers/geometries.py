@@ -119,31 +119,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
-    "gpt-oss-120b": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "tie_word_embeddings": False,
-    },
     "phi-3.5-moe": {
         "model_type": "phimoe",
         "vocab_size": 32064,
@@ -225,6 +200,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     },
 }
 """Configuration of each geometry, as keyword arguments of its Transformers configuration."""
+
+GEOMETRIES["gpt-oss-120b"] = {**GEOMETRIES["gpt-oss-20b"], "num_hidden_layers": 36, "num_local_experts": 128}
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 """Of the embedded model's tokenizer, which synthetic stores carry."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dynaexq.cli.app import app
 from dynaexq.core import SideFileError
 from dynaexq.llm import LLM
 from dynaexq.residency.versions import VersionedExperts
 from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.traffic import TrafficProfile
+from dynaexq.traffic.trace import TraceReader
 from dynaexq.traffic.version_map import MapRecorder
 from support.serving import Reply, request, serve_app, wait_for
 
@@ -100,6 +104,32 @@ def test_the_state_agrees_with_the_engine(running: Running) -> None:
     assert state["transitions"]["promotions"] == running.llm.launch.runtime.counters.promotions > 0
     assert state["requests"]["running"] == 0 and state["sequences"] == []
     assert state["speed"]["ttft"]["p50"] > 0 and state["speed"]["tokens_per_second"] > 0
+
+
+def test_what_routers_choose_is_recorded_for_a_while(running: Running, tmp_path: Path) -> None:
+    url, target = f"http://127.0.0.1:{running.port}", tmp_path / "now.parquet"
+    assert "no request ran" in running.refuse("trace", {"seconds": 0.2})
+    for body in ({"seconds": 0}, {"seconds": 601}, {"seconds": "x"}, {}):
+        assert running.order("trace", body).status == 400
+    stop = threading.Event()
+
+    def talk() -> None:
+        while not stop.is_set():
+            running.llm.generate("copy: a b c", max_tokens=8)
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    arguments = ["trace", "fetch", url, "-o", str(target), "--seconds", "1"]
+    try:
+        result = CliRunner().invoke(app, [*arguments, "--admin-key", ADMIN_KEY])
+    finally:
+        stop.set()
+        talker.join()
+    assert result.exit_code == 0, result.output
+    rows = next(TraceReader.open(target).batches())
+    assert rows.prefill.any() and (~rows.prefill).any() and running.llm.launch.runtime.trace is None
+    wrong = CliRunner().invoke(app, [*arguments, "--admin-key", API_KEY])
+    assert wrong.exit_code == 2 and "does not take this admin key" in " ".join(wrong.output.split())
 
 
 def test_running_requests_show(running: Running) -> None:

@@ -21,6 +21,7 @@ from dynaexq.server.limits import Limits
 from dynaexq.server.metrics import Metrics
 from dynaexq.server.service import Service
 from dynaexq.server.state import StateView
+from dynaexq.traffic.trace_recorder import TraceRecorder
 
 
 class Reply(NamedTuple):
@@ -52,7 +53,10 @@ class NoExperts:
 
 def serve_app(llm: LLM, metrics: Metrics, limits: Limits = Limits()) -> AbstractContextManager[int]:  # noqa: B008
     """The port of a server over `llm`."""
-    return serve_engine(llm.engine, llm.encoder, metrics, limits, llm.launch.runtime)
+    runtime = llm.launch.runtime
+    return serve_engine(
+        llm.engine, llm.encoder, metrics, limits, runtime, lambda path: TraceRecorder(path, "m", "f", runtime.experts)
+    )
 
 
 @contextmanager
@@ -62,10 +66,11 @@ def serve_engine(
     metrics: Metrics,
     limits: Limits = Limits(),  # noqa: B008
     runtime: Any = None,
+    record: Any = None,
 ) -> Iterator[int]:
     """The port of a server over an engine that runs."""
     service = Service("demo", engine, encoder, 1)
-    app = create_app(service, metrics, limits, StateView(service, runtime or NoExperts(), metrics.pace))
+    app = create_app(service, metrics, limits, StateView(service, runtime or NoExperts(), metrics.pace, record))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listener = listen("127.0.0.1", 0)

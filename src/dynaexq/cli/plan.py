@@ -110,9 +110,8 @@ def _read_traffic(
     shape = opened.skeleton.profile.shape
     if trace is not None:
         reader = TraceReader.open(trace)
-        reader.check_model(
-            reader.head.fingerprint if isinstance(opened, Geometry | Remote) else opened.fingerprint, shape
-        )
+        anonymous = isinstance(opened, Geometry | Remote)
+        reader.check_model(reader.head.fingerprint if anonymous else opened.fingerprint, shape)
         found = measure_trace(reader.head, reader.batches(), reader.tokens).traffic
         reader.close()
         return found, f"the trace {trace}"

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from functools import partial
 from types import FrameType
 from typing import Annotated
 
@@ -118,7 +119,8 @@ def serve(
         metrics.watch(llm.engine, llm.launch.runtime)
         own = "demo" if request.model == str(EMBEDDED_MODEL) else opened.root.resolve().name
         service = Service(name or own, llm.engine, llm.encoder, int(time.time()))
-        view = StateView(service, llm.launch.runtime, metrics.pace)
+        record = partial(opened.record, llm.launch.runtime) if request.options.memory is None else None
+        view = StateView(service, llm.launch.runtime, metrics.pace, record)
         body = max_body or max(BODY_BYTES_PER_TOKEN * llm.engine.model.room, LEAST_BODY_BYTES)
         rules = Limits(api_key, body, admin_key, local_names=api_key is None and is_local(host))
         app = create_app(service, metrics, rules, view, cors or ())

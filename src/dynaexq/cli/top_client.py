@@ -17,6 +17,7 @@ from dynaexq.core import OptionError
 
 TIMEOUT_SECONDS = 5.0
 MAX_BYTES = 64 << 20
+PATIENCE_SECONDS, MAX_TRACE_BYTES = 30.0, 1 << 30
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -50,6 +51,32 @@ class StateClient:
             raise self._stranger(clean(f"{place}: {first['msg']}")) from None
         except (ValueError, RecursionError):
             raise self._stranger("/state is not JSON") from None
+
+    def fetch_trace(self, seconds: float) -> bytes:
+        """Have the server record for so long: the trace. The key is the admin key."""
+        body = json.dumps({"seconds": seconds}).encode()
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/admin/trace", body, headers)
+        try:
+            with self._opener.open(request, timeout=seconds + PATIENCE_SECONDS) as answer:
+                data: bytes = answer.read(MAX_TRACE_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._told(error) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(getattr(error, "reason", error)) from None
+        if len(data) > MAX_TRACE_BYTES:
+            raise OptionError(f"the trace is larger than {MAX_TRACE_BYTES >> 20} MiB; record for fewer seconds")
+        return data
+
+    def _told(self, error: urllib.error.HTTPError) -> OptionError:
+        """What the server says of a request that it refuses."""
+        if error.code in (401, 403):
+            return OptionError(f"{self.url} does not take this admin key; see --admin-key of `dynaexq serve`")
+        try:
+            return OptionError(f"{self.url}: {clean(json.loads(error.read(1 << 16))['error']['message'])}")
+        except (ValueError, KeyError, TypeError, OSError):
+            return self._stranger(f"/admin/trace answers {error.code}")
 
     def _get(self) -> bytes:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

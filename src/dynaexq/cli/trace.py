@@ -9,12 +9,15 @@ import typer
 
 from dynaexq.cli.options import JsonOption
 from dynaexq.cli.output import check_json_target, check_output, progress_bar, reports_errors, stderr, write_json
+from dynaexq.cli.serve import ADMIN_KEY_VARIABLE
+from dynaexq.cli.top_client import StateClient
 from dynaexq.cli.trace_view import describe_trace, print_overlaps, print_trace
-from dynaexq.core import OptionError
+from dynaexq.core import OptionError, StoreError
 from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.geometries import GEOMETRIES, geometry_options, make_config
 from dynaexq.integrations.transformers.loading import build_skeleton, quiet_transformers
 from dynaexq.simulate.trace_source import parse_expert
+from dynaexq.store.files import replace_atomically, write_all
 from dynaexq.traffic.trace import TraceHead, TraceReader
 from dynaexq.traffic.trace_edit import Part, merge_traces, parse_span, slice_trace, write_trace
 from dynaexq.traffic.trace_import import FORMATS, make_head, make_rows, read_foreign
@@ -128,6 +131,36 @@ def plot(
         raise OptionError(f"--output {output}: name a file that ends in .png or .svg")
     plot_traces({name: found for name, (_, found) in _measure(files).items()}, output)
     stderr.print(f"wrote {output}")
+
+
+@trace.command()
+@reports_errors
+def fetch(
+    url: Annotated[str, typer.Argument(help="A server's address, as `dynaexq serve` printed it.")],
+    output: OutputOption,
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long to record.")] = 30.0,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(envvar=ADMIN_KEY_VARIABLE, help="The server's admin key.", show_default=False, show_envvar=True),
+    ] = None,
+) -> None:
+    """Have a running server record what its routers choose from now on, and get the trace.
+
+    Examples:
+
+      dynaexq trace fetch http://127.0.0.1:8000 -o now.parquet --seconds 60
+    """
+    _check_target(output)
+    if admin_key is None:
+        raise OptionError(f"give --admin-key or set {ADMIN_KEY_VARIABLE}")
+    data = StateClient(url, admin_key).fetch_trace(seconds)
+    try:
+        with replace_atomically(output) as descriptor:
+            write_all(descriptor, data)
+    except StoreError as error:
+        raise OptionError(str(error)) from error
+    reader = TraceReader.open(output)
+    print(f"{reader.tokens} tokens in {output}")
 
 
 @trace.command("import")

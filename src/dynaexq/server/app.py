@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dynaexq import __version__
-from dynaexq.server import admin, errors, responses
+from dynaexq.server import admin, errors, responses, traces
 from dynaexq.server.completions import make_router
 from dynaexq.server.limits import Gate, Limits
 from dynaexq.server.metrics import Metrics
@@ -30,6 +30,7 @@ def create_app(
     app.include_router(make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(admin.make_router(view.runtime))
+    app.include_router(traces.make_router(view))
     errors.install(app)
     app.add_middleware(Gate, limits=limits)
     if origins:

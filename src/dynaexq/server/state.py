@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dynaexq import __version__
-from dynaexq.runtime import ExpertRuntime
+from dynaexq.runtime import ExpertRuntime, Trace
 from dynaexq.server.pace import Pace
 from dynaexq.server.service import Service
 
@@ -17,11 +19,16 @@ Json = dict[str, Any]
 TIER_DIGITS = "0123456789"
 
 
+Record = Callable[[Path], Trace]
+"""Begins to write what routers choose into a file."""
+
+
 class StateView:
     """Looks at a server from any thread; what it says of one moment may differ by what happened in between."""
 
-    def __init__(self, service: Service, runtime: ExpertRuntime, pace: Pace) -> None:
-        self.runtime = runtime
+    def __init__(self, service: Service, runtime: ExpertRuntime, pace: Pace, record: Record | None = None) -> None:
+        """`record` begins a trace; None: there is no memory for one."""
+        self.runtime, self.record = runtime, record
         self._service, self._pace = service, pace
         self._start = time.monotonic()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import describe_run, pin_threads, publish
+from benchmarks.machine import THREADS, describe_run, pin_threads, publish
 from benchmarks.workloads import SHIPPED
 from dynaexq.evaluate import read_documents
 from dynaexq.integrations.transformers.loading import open_experts, quiet_transformers
@@ -89,7 +89,7 @@ def measure_nearness(directory: Path, prompts: int) -> dict[str, Any]:
         print(name, file=sys.stderr)
         real = run_engine(store, LaunchOptions(**options), texts, prompts, directory / "real.parquet")
         reader = TraceReader.open(paths[0])
-        chosen = SimulationOptions(**options, link=real["link"])
+        chosen = SimulationOptions(**options, link=real["link"], drag=1 / THREADS)
         report = simulate(open_source(reader.head, store, None), chosen, costs, reader)
         reader.close()
         simulated = {

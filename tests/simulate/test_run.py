@@ -147,6 +147,15 @@ def test_blocking_waits_and_says_so() -> None:
     assert blocking.seconds > background.seconds and background.wait_seconds == 0
 
 
+def test_copies_make_passes_longer_where_they_take_a_core() -> None:
+    rows = make_rows([8] * 200, shift=100)
+    free, dear = (simulate(SOURCE, replace(MOVING, drag=drag), COSTS, Rows(rows)) for drag in (0.0, 0.5))
+    copied = dear.bytes_moved / 1e8
+    assert dear.seconds - free.seconds == pytest.approx(0.5 * copied, rel=0.25) and dear.tpot.p99 > free.tpot.p99
+    with pytest.raises(OptionError, match="a drag of 2"):
+        simulate(SOURCE, replace(MOVING, drag=2), COSTS, Rows(rows))
+
+
 def test_gaps_are_kept_where_asked_for() -> None:
     rows = make_rows([1] * 40)
     for mode in (SimulationOptions("static", tier="int2"), MOVING):

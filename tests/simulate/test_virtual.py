@@ -21,6 +21,9 @@ def test_copies_follow_each_other_over_the_link() -> None:
     assert [each.ticket for each in link.completed()] == [1] and link.busy_seconds == 2.5
     link.submit(2, 100, nothing)
     assert link.next_end == 5.5
+    assert link.busy_since(2.0) == 0.5 and link.busy_since(4.0) == 0.0
+    clock.reach(5.0)
+    assert link.busy_since(4.0) == 1.0 and link.busy_since(4.5) == 0.5
     link.close()
     assert link.next_end == float("inf")
 

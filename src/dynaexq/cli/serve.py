@@ -127,10 +127,11 @@ def serve(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=round(drain + FORCED_SECONDS)
         )
-        address = f"http://{host}:{listener.getsockname()[1]}"
+        address, plan = f"http://{host}:{listener.getsockname()[1]}", llm.launch.plan
         stderr.print(
-            f"{service.name}: {llm.launch.plan.mode}, experts {format_bytes(llm.launch.plan.expert_bytes)}, {slots} "
-            f"sequences of {llm.engine.model.room} tokens; listening on {address}/v1, dashboard at {address}"
+            f"{service.name}: {plan.mode}, experts at {plan.tiers}, {format_bytes(plan.expert_bytes)}; planned "
+            f"{format_bytes(plan.total)} of {format_bytes(plan.limit)}; {slots} sequences of {llm.engine.model.room} "
+            f"tokens; listening on {address}/v1, dashboard at {address}"
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(Server(config, llm, drain).serve([listener]))

@@ -46,6 +46,10 @@ def simulate(
         str | None, typer.Option(help="GB/s of copies from the store. [default: --probe's]", show_default=False)
     ] = None,
     latency: Annotated[float, typer.Option(min=0.0, help="Milliseconds that every copy takes beside.")] = 0.0,
+    drag: Annotated[
+        float,
+        typer.Option(help="Seconds by which a second of copies makes a pass longer: 1/threads where they take a core."),
+    ] = 0.0,
     compute: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +125,7 @@ def simulate(
         drive=drive,
         link=speed or GIGABYTE,
         latency=latency / 1000,
+        drag=drag,
         gaps=gaps,
         profile=map,
         record=record_map,

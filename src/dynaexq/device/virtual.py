@@ -42,6 +42,7 @@ class VirtualLink:
         self.busy_seconds = 0.0
         self._clock, self._bytes_per_second, self._latency = clock, bytes_per_second, latency
         self._running: deque[_Copy] = deque()
+        self._ended: deque[_Copy] = deque()
         self._free_at = 0.0
 
     @property
@@ -59,8 +60,16 @@ class VirtualLink:
         while self.next_end <= self._clock.now:
             copy = self._running.popleft()
             self.busy_seconds += copy.seconds
+            self._ended.append(copy)
             ended.append(Completion(copy.ticket, None))
         return ended
+
+    def busy_since(self, start: float) -> float:
+        """Seconds of copies between `start` and now. No later call looks further back."""
+        while self._ended and self._ended[0].end <= start:
+            self._ended.popleft()
+        spans = ((copy.end - copy.seconds, copy.end) for copy in (*self._ended, *self._running))
+        return sum(max(0.0, min(end, self._clock.now) - max(begin, start)) for begin, end in spans)
 
     def close(self) -> None:
         self._running.clear()

@@ -42,16 +42,18 @@ class Simulation:
         moving: Moving | None = None,
         gaps: bool = False,
         losses: Scores | None = None,
+        drag: float = 0.0,
     ) -> None:
         """Put everything in its place.
 
         `sizes`: bytes of a version, by tier from the highest down; `levels`: [layers, experts] to begin with, for
-        good without `moving`; `losses`: what a selection loses, in nats of KL, [tiers, layers, experts].
+        good without `moving`; `losses`: what a selection loses, in nats of KL, [tiers, layers, experts];
+        `drag`: seconds by which a second of copies beside it makes a pass longer.
         """
         self.tiers = list(sizes)
         self.journal = Journal(len(sizes))
         self._clock, self._sizes, self._costs = clock, np.array([*sizes.values()], np.int64), costs
-        self._moving, self._gaps, self._losses = moving, gaps, losses
+        self._moving, self._gaps, self._losses, self._drag = moving, gaps, losses, drag
         self._background = moving is not None and moving.control.options.drive == "thread"
         self._see(levels)
 
@@ -146,12 +148,17 @@ class Simulation:
         prefill, rows = bool(block.prefill[place]), _rows(block, place)
         nbytes = self._read(block, rows)
         seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
-        end = clock.now + seconds
+        start = clock.now
+        end = start + seconds
         if self._background:
+            self._turn_until(end, moving)
+            clock.reach(end)
+            end += self._drag * moving.link.busy_since(start)
             self._turn_until(end, moving)
         clock.reach(end)
         control.experts.handles.release(window)
-        self._note(block, rows, prefill, [Step(seconds, rows.stop - rows.start, bool(control.pipeline.moving))], nbytes)
+        step = Step(end - start, rows.stop - rows.start, bool(control.pipeline.moving))
+        self._note(block, rows, prefill, [step], nbytes)
         if self._background and moving.wake.woken:
             moving.wake.clear()
             control.turn(end)

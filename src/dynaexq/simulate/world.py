@@ -44,6 +44,7 @@ class SimulationOptions:
         tune: values by knob (see tuning.py).
         drive: `thread`, or `replay` to update between passes, as `evaluate` does.
         link: bytes per second of copies; `latency`: seconds that each takes beside.
+        drag: seconds by which a second of copies beside it makes a pass longer: on a CPU, copies take one of its cores.
         gaps: start no pass before it started when it was recorded.
         record: version map to write.
     """
@@ -57,6 +58,7 @@ class SimulationOptions:
     drive: str = "thread"
     link: float = 1e9
     latency: float = 0.0
+    drag: float = 0.0
     gaps: bool = False
     profile: Path | None = None
     record: Path | None = None
@@ -80,6 +82,8 @@ class SimulationOptions:
             raise OptionError("--tune does nothing with --mode static; leave it out")
         if self.record is not None and self.mode not in ADAPTIVE:
             raise OptionError(f"--record-map goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
+        if not 0 <= self.drag <= 1:
+            raise OptionError(f"a drag of {self.drag:g} is not in 0..1")
         if not self.link > 0 or not self.latency >= 0:
             raise OptionError(f"a link of {self.link:g} bytes per second and {self.latency:g} s: no copy would end")
         if self.moves != "static":
@@ -152,7 +156,7 @@ def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -
     moving = Moving(control, link, wake, traffic_source)
     sizes = dict(zip(plan.tiers, plan.pools.sizes, strict=True))
     levels, losses = control.experts.levels(), _losses(source, sizes)
-    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses), moving
+    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag), moving
 
 
 def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:

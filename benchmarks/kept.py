@@ -35,7 +35,7 @@ def measure(windows: torch.Tensor) -> dict[str, Any]:
         tokens, pasts = windows[:, place].contiguous(), [place] * count
         logits = []
         for each in (exact, *others):
-            with torch.inference_mode(), each.window(prefill=False):
+            with torch.inference_mode(), each.window(prefill=False, runs=()):
                 logits.append(torch.log_softmax(each.decode(slots, pasts, tokens).double(), -1))
         for row, found in enumerate(logits[1:]):
             sums[row] += (logits[0].exp() * (logits[0] - found)).sum(-1).numpy()

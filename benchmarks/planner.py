@@ -83,9 +83,13 @@ def main() -> None:
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan and peak of one run, in bytes."""
+    from dynaexq.kernels.threads import limit_torch_threads  # noqa: PLC0415
     from dynaexq.llm import LLM  # noqa: PLC0415 (a process of its own pays for nothing else)
+    from dynaexq.native import limit_malloc  # noqa: PLC0415
     from dynaexq.plan.process import peak_resident_bytes  # noqa: PLC0415
 
+    limit_malloc()  # as the command line does
+    limit_torch_threads()
     pin_threads()
     with LLM(case.model, context=case.context, slots=case.slots, **case.options) as llm:
         words = llm.encoder.encode("There are many boxes with coins in them, and nobody counts. " * (case.context // 8))

@@ -175,6 +175,7 @@ def test_gaps_are_kept_where_asked_for() -> None:
         ({"profile": Path("map.json")}, "go together"),
         ({"link": 0.0}, "no copy would end"),
         ({"high": "int9"}, "unknown tier 'int9'"),
+        ({"drive": "replay", "drag": 0.5}, "--latency and --drag do nothing"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -113,7 +113,10 @@ def simulate(
     probed = read_probe(probe) if probe else None
     grid = parse_grid(sweep or [])
     speed = parse_gigabytes(link, "--link") if link else probed.link if probed else None
-    if speed is None and "link" not in grid and not {mode, *grid.get("mode", [])} <= {"static", "static-map"}:
+    still = drive == "replay" or {mode, *grid.get("mode", [])} <= {"static", "static-map"}
+    if still and (link is not None or "link" in grid):
+        raise OptionError("--link does nothing where versions stay or move between passes; leave it out")
+    if speed is None and "link" not in grid and not still:
         raise OptionError("how fast copies are is not known: say --link GB/s, or --probe FILE")
     options = SimulationOptions(
         mode=mode,

@@ -82,6 +82,10 @@ class SimulationOptions:
             raise OptionError("--tune does nothing with --mode static; leave it out")
         if self.record is not None and self.mode not in ADAPTIVE:
             raise OptionError(f"--record-map goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
+        if self.moves not in ("thread", "blocking") and (self.latency or self.drag):
+            raise OptionError(
+                "--latency and --drag do nothing where versions stay or move between passes; leave them out"
+            )
         if not 0 <= self.drag <= 1:
             raise OptionError(f"a drag of {self.drag:g} is not in 0..1")
         if not self.link > 0 or not self.latency >= 0:
@@ -111,35 +115,45 @@ def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -
         OptionError, MemoryLimitError, SideFileError: it cannot be had.
     """
     options.check()
-    size = partial(_size, source)
     clock = VirtualClock()
+    if options.mode in ADAPTIVE:
+        moving = _make_moving(source, options, clock)
+        experts = moving.control.experts
+        sizes, levels = dict(zip(experts.tiers, experts.plan.sizes, strict=True)), experts.levels()
+    else:
+        moving = None
+        tiers, levels = _settle(source, options)
+        sizes = {tier: _size(source, tier) for tier in tiers}
+    losses = _losses(source, sizes)
+    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag), moving
+
+
+def _settle(source: VersionSource, options: SimulationOptions) -> tuple[tuple[str, ...], Levels]:
+    """Tiers, and levels [layers, experts] for good."""
+    shape = source.shape
     if options.mode == "static":
         assert options.tier is not None
-        levels = np.zeros((source.shape.layers, source.shape.experts), np.int8)
-        sizes = {options.tier: size(options.tier)}
-        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes)), None
+        return (options.tier,), np.zeros((shape.layers, shape.experts), np.int8)
+    assert options.profile is not None
+    (high, low), budget = _tiers(source, options), _budget(source, options)
+    wish = make_tuning(options.tune, options.moves).wish(high, low)._replace(layout="replace", spare=0, shadow=False)
+    traffic = TrafficProfile.load(options.profile, source.fingerprint, shape).sums
+    return plan_map(shape, partial(_size, source), wish, budget, source.sensitivity, traffic)
+
+
+def _make_moving(source: VersionSource, options: SimulationOptions, clock: VirtualClock) -> Moving:
+    """The engine's own control loop over experts without bytes."""
     tuning = make_tuning(options.tune, options.moves, hysteresis=options.mode != "no-hysteresis")
-    high, low = _tiers(source, options)
-    wish, budget = tuning.wish(high, low), options.expert_memory or 0
-    if options.mode == "static-map":
-        assert options.profile is not None
-        traffic = TrafficProfile.load(options.profile, source.fingerprint, source.shape).sums
-        wish = wish._replace(layout="replace", spare=0, shadow=False)
-        _require_room(source, size(low), budget)
-        ladder, levels = plan_map(source.shape, size, wish, budget, source.sensitivity, traffic)
-        sizes = {tier: size(tier) for tier in ladder}
-        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes)), None
-    _require_room(source, size(low), budget)
-    plan = plan_versions(source.shape, size, wish, budget, source.sensitivity)
+    (high, low), budget = _tiers(source, options), _budget(source, options)
+    plan = plan_versions(source.shape, partial(_size, source), tuning.wish(high, low), budget, source.sensitivity)
     if not plan.pools.raised:
         raise MemoryLimitError(
             f"all experts fit at {low} in {format_bytes(budget)}, but not one more at {high}; give more --expert-memory"
         )
-    rate = tuning.link_bytes_per_second
-    link = VirtualLink(clock, _speed(options, rate), options.latency if options.drive == "thread" else 0.0)
-    wake = VirtualWake(clock, link)
+    speed = min(options.link, tuning.link_bytes_per_second or float("inf"))
+    link = VirtualLink(clock, float("inf") if options.moves == "replay" else speed, options.latency)
+    wake, traffic = VirtualWake(clock, link), SimulatedTraffic(source.shape, len(plan.tiers))
     platform = Platform(VirtualDevice(), lambda: link, partial(_place, options.link), wake, clock, computes=False)
-    traffic_source = SimulatedTraffic(source.shape, len(plan.tiers))
     control = assemble(
         source,
         plan,
@@ -149,14 +163,11 @@ def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -
         platform,
         BudgetTracker(plan.pools.nbytes),
         _no_failures,
-        Extras(traffic=traffic_source),
+        Extras(traffic=traffic),
     )
     if options.record is not None:
         control.record_maps(make_map_recorder(options.record, source, plan))
-    moving = Moving(control, link, wake, traffic_source)
-    sizes = dict(zip(plan.tiers, plan.pools.sizes, strict=True))
-    levels, losses = control.experts.levels(), _losses(source, sizes)
-    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag), moving
+    return Moving(control, link, wake, traffic)
 
 
 def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:
@@ -165,13 +176,6 @@ def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:
     if known is None:
         return None
     return np.stack([known.losses[:, :, known.tiers.index(tier)] for tier in tiers])
-
-
-def _speed(options: SimulationOptions, cap: float | None) -> float:
-    """Of copies: those between passes take no time."""
-    if options.moves == "replay":
-        return float("inf")
-    return min(options.link, cap or float("inf"))
 
 
 def _place(link: float, experts: VersionedExperts, levels: Levels) -> float:
@@ -199,10 +203,13 @@ def _tiers(source: VersionSource, options: SimulationOptions) -> tuple[str, str]
     return high, low
 
 
-def _require_room(source: VersionSource, low: int, budget: int) -> None:
-    floor = low * source.shape.layers * source.shape.experts
+def _budget(source: VersionSource, options: SimulationOptions) -> int:
+    """Bytes for versions. Raises MemoryLimitError where they do not hold every expert at the low tier."""
+    low, budget = _tiers(source, options)[1], options.expert_memory or 0
+    floor = _size(source, low) * source.shape.layers * source.shape.experts
     if budget < floor:
         raise MemoryLimitError(
             f"the expert memory limit {format_bytes(budget)} is below the floor {format_bytes(floor)} ({floor} bytes: "
-            "all experts at the low tier); raise --expert-memory or take a lower tier"
+            f"all experts at {low}); raise --expert-memory or take a lower tier"
         )
+    return budget

@@ -68,6 +68,8 @@ def test_traces_of_other_programs_come_in(tmp_path: Path) -> None:
         ("x.csv", "token,layer,expert0\n0,1,3\n", "line 2: layer 1 of token 0, where 0 comes next"),
         ("x.csv", "token,layer,expert0\n0,0,x\n", "line 2: not all numbers"),
         ("x.npz", "no zip", "no npz of expert ids"),
+        ("x.npz", "", "no npz of expert ids"),
+        ("x.csv", "token,layer,expert0\n0,0," + "1" * 200_000, "no csv of expert ids"),
         ("x.xml", "", "format 'xml' is unknown"),
     ],
 )

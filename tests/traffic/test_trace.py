@@ -102,6 +102,19 @@ def test_other_files_are_no_traces(tmp_path: Path) -> None:
             TraceReader.open(foreign)
 
 
+@pytest.mark.parametrize("name", ["started", "ids"])
+def test_missing_values_are_damage(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "t.parquet", [make_rows(4)])
+    table = pq.read_table(path)
+    place = table.schema.get_field_index(name)
+    values = table.column(name).to_pylist()
+    values[1] = None if name == "started" else [None, *values[1][1:]]
+    column = pa.array(values, table.schema.field(name).type)
+    pq.write_table(table.set_column(place, table.schema.field(name), column), path)
+    with pytest.raises(SideFileError, match=f"damaged: values of {name} are missing"):
+        read(path)
+
+
 def test_experts_that_are_not_there_and_passes_out_of_order_are_errors(tmp_path: Path) -> None:
     rows = make_rows(50)
     rows.ids[7, 1, 0] = 8
@@ -133,8 +146,13 @@ def test_an_earlier_trace_stays_until_the_next_is_whole(tmp_path: Path) -> None:
 def test_traces_go_only_where_they_belong(tmp_path: Path) -> None:
     check_trace_target(tmp_path / "new.parquet", "--record")
     (tmp_path / "notes.parquet").write_text("mine")
+    pq.write_table(pa.table({"prices": [1]}), tmp_path / "prices.parquet")
+    check_trace_target(write(tmp_path / "old.parquet", [make_rows(3)]), "--record")
+    (tmp_path / "empty.parquet").touch()
+    check_trace_target(tmp_path / "empty.parquet", "--record")
     for name, words in (
         ("notes.parquet", "never a trace"),
+        ("prices.parquet", "does not say of what.*it is not overwritten"),
         ("run.txt", r"ends in \.parquet"),
         ("no/x.parquet", "directory"),
     ):

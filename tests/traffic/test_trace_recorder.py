@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
 from dynaexq.core import ExpertShape, ModelShape, OptionError, SideFileError
 from dynaexq.formats import VersionLayout, tier_format
 from dynaexq.llm import LLM
-from dynaexq.traffic import RoutedLayer, TrafficMeter, trace_recorder
+from dynaexq.traffic import RoutedLayer, TrafficMeter, trace_recorder, trace_writer
 from dynaexq.traffic.recorder import ClosedWindow, TokenRun
 from dynaexq.traffic.trace import TraceReader, TraceRows, join_rows
 from dynaexq.traffic.trace_recorder import TraceRecorder
@@ -124,6 +128,52 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path: Path, m
     assert [str(each.message) for each in caught] == [recorder.problem] and "the disk is full" in (
         recorder.problem or ""
     )
+
+
+def record(path: Path, *windows: ClosedWindow) -> str | None:
+    """Record windows; the problem there was."""
+    recorder = TraceRecorder(path, "few", "", FewExperts())
+    for window in windows:
+        recorder.after_window(window)
+    recorder.close()
+    return recorder.problem
+
+
+def test_a_forward_pass_that_failed_is_left_out(tmp_path: Path) -> None:
+    whole, cut = make_window(2, 0), make_window(2, 1)
+    del cut.layers[1:]
+    assert record(tmp_path / "t.parquet", cut, whole, cut, make_window(2, 2)) is None
+    assert read(tmp_path / "t.parquet").window.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:the trace")
+def test_whatever_goes_wrong_is_said(tmp_path: Path) -> None:
+    uneven = make_window(2, 1)
+    uneven.layers[1] = uneven.layers[1]._replace(ids=torch.zeros(3, 2, dtype=torch.int64))
+    problem = record(tmp_path / "t.parquet", make_window(2, 0), uneven)
+    assert problem is not None and "ends here" in problem
+
+
+@pytest.mark.filterwarnings("ignore:the trace")
+def test_what_was_written_is_kept_where_the_disk_is_nearly_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_writer, "ROW_GROUP", 2)
+    free = iter([1 << 40, 1 << 20])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    problem = record(tmp_path / "t.parquet", make_window(2, 0), make_window(3, 1))
+    assert "1 MiB are free" in str(problem) and read(tmp_path / "t.parquet").window.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:the trace")
+def test_nothing_is_left_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trace_writer, "ROW_GROUP", 2)
+    monkeypatch.setattr(pyarrow.parquet.ParquetWriter, "write_table", fail)
+    problem = record(tmp_path / "t.parquet", make_window(2, 0), make_window(3, 1))
+    assert "No space left" in str(problem) and list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_in_time_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ class TraceReader:
         self._file.close()
 
     def _convert(self, table: Any, weights: bool) -> TraceRows:
-        plain = {name: table.column(name).to_numpy() for name in TraceRows._fields[:6]}
+        plain = {name: _read_column(table.column(name), name) for name in TraceRows._fields[:6]}
         shape = (table.num_rows, self.head.layers, self.head.top_k)
         mass = _flatten(table, "weights").reshape(shape) if weights and self.has_weights else None
         return TraceRows(**plain, ids=_flatten(table, "ids").reshape(shape), weights=mass)
@@ -205,7 +205,14 @@ def _flatten(table: Any, name: str) -> Column:
     column = table.column(name)
     if column.null_count:
         raise ValueError(f"empty {name}")
-    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
+    return np.concatenate([_read_column(chunk.flatten(), name) for chunk in column.chunks])
+
+
+def _read_column(column: Any, name: str) -> Column:
+    """Values of a plain column. Raises ValueError where some are missing."""
+    if column.null_count:
+        raise ValueError(f"values of {name} are missing")
+    return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
 def _first_line(error: Exception) -> str:

@@ -16,6 +16,9 @@ from dynaexq.traffic.trace import Column, TraceHead, TraceRows
 
 FORMATS = ("json", "jsonl", "csv", "npz")
 MAX_BYTES = 2 << 30
+MAX_JSON_BYTES = 256 << 20
+"""Of one JSON document, which is read at once and takes many times that."""
+
 MAX_LINE_BYTES = 4 << 20
 PIECE = 4096
 """Tokens that are put together before they are written."""
@@ -39,8 +42,9 @@ def read_foreign(path: Path, form: str | None) -> Imported:
     if form not in FORMATS:
         raise OptionError(f"{path}: format '{form}' is unknown; say --format, one of {', '.join(FORMATS)}")
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise SideFileError(f"{path} is larger than {MAX_BYTES >> 30} GiB; cut it into pieces and merge the traces")
+        most = MAX_JSON_BYTES if form == "json" else MAX_BYTES
+        if path.stat().st_size > most:
+            raise SideFileError(f"{path} is larger than {most >> 20} MiB; cut it into pieces and merge the traces")
         if form == "npz":
             return _read_npz(path)
         with path.open(encoding="utf-8", newline="") as file:
@@ -48,7 +52,7 @@ def read_foreign(path: Path, form: str | None) -> Imported:
             return Imported(_stack(tokens), None)
     except OSError as error:
         raise SideFileError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError, zipfile.BadZipFile, KeyError) as error:
+    except (ValueError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, KeyError, csv.Error) as error:
         raise SideFileError(f"{path} is no {form} of expert ids: {str(error) or type(error).__name__}") from error
 
 

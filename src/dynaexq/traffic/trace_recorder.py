@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dynaexq.core import ModelShape, SideFileError
+from dynaexq.core import ModelShape
 from dynaexq.formats import ExpertFormat, VersionLayout
 from dynaexq.formats.base import base_tier
 from dynaexq.traffic.recorder import ClosedWindow, RoutedLayer
@@ -38,7 +38,7 @@ class RecordedExperts(Protocol):
 class TraceRecorder:
     """Writes every window it is given. `after_window` may be called from any thread, and never waits.
 
-    What goes wrong ends the recording, with one warning; what was written by then is kept.
+    What goes wrong ends the recording, with one warning. What was written by then is kept, if the file can be ended.
     """
 
     def __init__(self, path: Path, model: str, fingerprint: str, experts: RecordedExperts) -> None:
@@ -61,9 +61,9 @@ class TraceRecorder:
 
     def after_window(self, window: ClosedWindow) -> None:
         """Take a window."""
-        if self.problem is not None or not window.layers:
-            return
-        nbytes = sum(routed.ids.nbytes + routed.weights.nbytes for routed in window.layers)
+        if self.problem is not None or not window.layers or len(window.layers) % self._experts.shape.layers:
+            return  # a forward pass that failed has fewer layers: it routed nothing that was used
+        nbytes = sum(routed.ids.nbytes + routed.weights.nbytes for routed in window.layers) + window.levels.nbytes
         with self._changed:
             self._waiting.append(window)
             self._waiting_bytes += nbytes
@@ -80,7 +80,7 @@ class TraceRecorder:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.abandoned:
             self._writer.close()
 
     def _run(self) -> None:
@@ -93,13 +93,13 @@ class TraceRecorder:
                 self._waiting_bytes = 0
             try:
                 self._write(windows)
-            except SideFileError as error:
-                self._fail(str(error))
+            except Exception as error:  # whatever it is, the run goes on and learns why its recording does not
+                self._fail(str(error) or type(error).__name__)
             if closing:
                 return
 
     def _write(self, windows: list[ClosedWindow]) -> None:
-        if not windows:
+        if not windows or self.problem is not None:
             return
         if self._builder is None:
             self._builder = RowBuilder(self._make_head(windows[0]), _read_sizes(self._experts))

@@ -10,8 +10,8 @@ import numpy as np
 from dynaexq.core import OptionError
 from dynaexq.traffic.trace import Column, TraceHead, TraceRows
 
-PIECE = 2048
-"""Tokens that are drawn together, at most."""
+DRAWN = 1 << 24
+"""Numbers that are drawn together, about: one for every expert of a token."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ def _deal(head: TraceHead, traffic: SyntheticTraffic, random: np.random.Generato
 def _draw(head: TraceHead, popular: Column, count: int, random: np.random.Generator) -> Column:
     """Ids [count, layers, top_k] without repetition in a layer: the top of popularity with Gumbel noise."""
     parts = [np.zeros((0, head.layers, head.top_k), np.uint16)]
-    for start in range(0, count, PIECE):
-        shape = (min(PIECE, count - start), head.layers, head.experts)
+    piece = max(1, DRAWN // (head.layers * head.experts))
+    for start in range(0, count, piece):
+        shape = (min(piece, count - start), head.layers, head.experts)
         noise = -np.log(random.exponential(size=shape).astype(np.float32))
         top = np.argpartition(noise + popular, head.experts - head.top_k, axis=2)[:, :, head.experts - head.top_k :]
         parts.append(top.astype(np.uint16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import numpy as np
 from dynaexq.core import OptionError, SideFileError
 from dynaexq.traffic.arrow import pa, pq
 from dynaexq.traffic.own_files import check_own_file
-from dynaexq.traffic.trace import Column, TraceHead, TraceRows, make_schema
+from dynaexq.traffic.trace import Column, TraceHead, TraceReader, TraceRows, make_schema
 
 ROW_GROUP = 8192
 """Tokens that are kept in memory and written together."""
 
 BEGINNING = b"PAR1"
 """Of every Parquet file."""
+
+MIN_FREE_BYTES = 64 << 20
+"""On the disk: with less, nothing more is written, so that what was can be finished."""
 
 TYPES = (np.int32, np.float64, np.float32, np.bool_, np.int32, np.int64)
 
@@ -27,7 +31,12 @@ def check_trace_target(path: Path, option: str) -> None:
     """Raise OptionError unless `path` can become a trace."""
     if path.suffix not in (".parquet", ".trace"):
         raise OptionError(f"{option} {path}: name a file that ends in .parquet")
-    check_own_file(path, option.lstrip("-"), "trace", BEGINNING)
+    check_own_file(path, option, "trace", BEGINNING)
+    if path.is_file() and path.stat().st_size:
+        try:
+            TraceReader.open(path).close()
+        except SideFileError as error:
+            raise OptionError(f"{option}: {error}; it is not overwritten, name another file") from error
 
 
 class TraceWriter:
@@ -35,7 +44,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, head: TraceHead, weights: bool) -> None:
         """Begin a trace. Raises SideFileError where it cannot be written."""
-        self.path, self.head, self.tokens = path, head, 0
+        self.path, self.head, self.tokens, self.abandoned = path, head, 0, False
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._schema = make_schema(head, weights)
         self._held: list[TraceRows] = []
@@ -46,10 +55,15 @@ class TraceWriter:
             raise self._failure(error) from error
 
     def add(self, rows: TraceRows) -> None:
-        """Take rows, whose passes follow those before. Raises SideFileError where they cannot be written."""
+        """Take rows, whose passes follow those before.
+
+        Raises SideFileError where they cannot be written; after that, nothing is there unless the disk was only low.
+        """
         self._held.append(rows)
         self._holding += len(rows.window)
         if self._holding >= ROW_GROUP:
+            if (free := shutil.disk_usage(self._partial.parent).free) < MIN_FREE_BYTES:
+                raise SideFileError(f"cannot write the trace {self.path}: {free >> 20} MiB are free on its disk")
             self._write()
 
     @property
@@ -68,6 +82,7 @@ class TraceWriter:
 
     def abandon(self) -> None:
         """Leave nothing."""
+        self.abandoned = True
         with contextlib.suppress(OSError, pa.ArrowException):
             self._writer.close()
         with contextlib.suppress(OSError):

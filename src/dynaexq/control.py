@@ -157,7 +157,7 @@ class ControlLoop:
         """Their traffic is with the recorder; `levels` [layers * experts] were in force in all of them."""
         self._windows += count
         if self._record is not None:
-            self._note(self._record, levels)
+            self._note(self._record, levels, count)
         if self.options.drive == "recorded":
             self._collect()
         elif self.options.drive == "thread":
@@ -270,10 +270,10 @@ class ControlLoop:
             raise OptionError("versions of this run do not move in the background, so there is nothing to steer")
         self._orders.give(action, self._thread)
 
-    def _note(self, record: MapRecorder, levels: Levels) -> None:
-        """Record a window's map; a recording with a hole is none, so the first failure ends it."""
+    def _note(self, record: MapRecorder, levels: Levels, windows: int) -> None:
+        """Record the map of windows; a recording with a hole is none, so the first failure ends it."""
         try:
-            record.note(levels)
+            record.note(levels, windows)
         except StoreError as error:
             self._record, self._unrecorded = None, f"versions are not recorded any more: {error}"
             warnings.warn(self._unrecorded, stacklevel=2)

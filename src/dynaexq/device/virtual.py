@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +94,11 @@ class VirtualWake:
         return self.woken
 
 
+@cache
+def _zeros(nbytes: int) -> Bytes:
+    return np.broadcast_to(np.zeros(1, np.uint8), (nbytes,))
+
+
 class VirtualArena:
     """Offsets without bytes behind them: views have the right size and read as zeros."""
 
@@ -103,7 +109,7 @@ class VirtualArena:
         return torch.zeros(1, dtype=torch.uint8).expand(nbytes)
 
     def host_view(self, offset: int, nbytes: int) -> Bytes:
-        return np.broadcast_to(np.zeros(1, np.uint8), (nbytes,))
+        return _zeros(nbytes)
 
     def release(self, offset: int, nbytes: int) -> None:
         """There is nothing to give back."""

@@ -206,12 +206,15 @@ class TransitionPipeline:
     def _admit(self, now: float) -> None:
         """Demotions first: their blocks make promotions feasible."""
         for level, queue in enumerate(self._demotions):
+            if not queue:
+                continue
             if self._experts.keep_low:
                 self._demotions[level] = [number for number in queue if not self._drop(self._key(number))]
             else:
                 self._demotions[level] = self._start_some(queue, level, now)
         for level, queue in enumerate(self._promotions):
-            self._promotions[level] = self._start_some(queue, level, now)
+            if queue:
+                self._promotions[level] = self._start_some(queue, level, now)
 
     def _make_way(self, now: float) -> None:
         """Where everyone waits for another one's block, move one of them aside; its own wish stays in the queue.

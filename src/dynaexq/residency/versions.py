@@ -86,6 +86,8 @@ class VersionedExperts(ExpertArena):
         self.allocate(plan.nbytes, device, budget)
         self.entries: dict[ExpertKey, Entry] = {}
         self.retired: deque[Retired] = deque()
+        self.epoch = 0
+        """Of the last version that came into force."""
         self._levels: Levels = np.full((self.shape.layers, self.shape.experts), self.lowest, np.int8)
 
     def destination(self, level: int, offset: int) -> Bytes:
@@ -242,7 +244,9 @@ class VersionedExperts(ExpertArena):
             offset, residual = entry.blocks[self.lowest], offset
         assert offset is not None
         self._levels[key] = entry.level
-        entry.epoch = self.handles.publish(self.shape.index(key), encode_handle(entry.level, offset, residual))
+        self.epoch = entry.epoch = self.handles.publish(
+            self.shape.index(key), encode_handle(entry.level, offset, residual)
+        )
         return entry.epoch
 
     def _retire(self, key: ExpertKey, level: int, epoch: int) -> None:

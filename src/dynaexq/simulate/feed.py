@@ -18,10 +18,11 @@ class Block(NamedTuple):
     """Some passes in a row, and their tokens.
 
     `places` [tokens, layers * top_k] numbers experts through all layers, `ends` [passes] is where the tokens of each
-    pass end; `mass` is None where selections count alike.
+    pass end, `tokens` [passes] how many they are; `mass` is None where selections count alike.
     """
 
     ends: Integers
+    tokens: Integers
     prefill: np.ndarray[Any, np.dtype[np.bool_]]
     started: Scores
     seconds: Scores
@@ -30,11 +31,6 @@ class Block(NamedTuple):
     mass: np.ndarray[Any, np.dtype[np.float32]] | None
     request: np.ndarray[Any, np.dtype[np.int32]]
     prompt: np.ndarray[Any, np.dtype[np.bool_]]
-
-    @property
-    def tokens(self) -> Integers:
-        """Of each pass."""
-        return np.diff(self.ends, prepend=0)
 
     def timed(self) -> Timed:
         """What the recorded passes took."""
@@ -58,12 +54,13 @@ def _make_block(rows: TraceRows, experts: int) -> Block:
     starts = np.flatnonzero(np.diff(rows.window, prepend=rows.window[:1] - 1))
     ends = np.append(starts[1:], len(rows.window)).astype(np.int64)
     layers = rows.ids.shape[1]
-    places = rows.ids.astype(np.int64)
-    places += (experts * np.arange(layers))[:, None]
+    tokens = np.diff(ends, prepend=0)
+    places = np.add(rows.ids, (experts * np.arange(layers))[:, None], dtype=np.int64)
     prompts = np.add.reduceat(rows.prefill.astype(np.int64), starts)
     return Block(
         ends,
-        2 * prompts > np.diff(ends, prepend=0),
+        tokens,
+        2 * prompts > tokens,
         rows.started[starts],
         rows.seconds[starts].astype(np.float64),
         rows.expert_bytes[starts].astype(np.float64),

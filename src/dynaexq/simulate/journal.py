@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dynaexq.policy.hotness import Scores
-from dynaexq.residency.versions import Levels
 from dynaexq.simulate.feed import Block
-from dynaexq.traffic.recorder import Step
 
 RECOVERED = 0.9
 """Of what a share wins back after a shift: when that much is there, it has recovered."""
@@ -44,15 +42,24 @@ class Recovery(NamedTuple):
     seconds: float
 
 
+class Passes(NamedTuple):
+    """Some forward passes of one kind: seconds and bytes read are those of all."""
+
+    passes: int
+    prefill: bool
+    tokens: int
+    seconds: float
+    nbytes: float
+
+
 class Journal:
     """Sums over all passes, and times of every token."""
 
-    def __init__(self, tiers: int) -> None:
+    def __init__(self) -> None:
         self.passes = dict.fromkeys((False, True), 0)
         self.tokens = dict.fromkeys((False, True), 0)
         self.busy = dict.fromkeys((False, True), 0.0)
         self.read_bytes = self.loss = 0.0
-        self.by_tier = np.zeros(tiers)
         self.shifts: list[float] = []
         self._series: list[tuple[float, float, float]] = []  # time, traffic above the lowest tier, all traffic
         self._requests: list[Any] = []
@@ -63,22 +70,17 @@ class Journal:
     def note_passes(
         self,
         now: float,
-        counts: Scores,
-        prefill: bool,
-        levels: Levels,
-        steps: list[Step],
-        nbytes: float,
+        some: Passes,
+        raised: float,
+        routed: float,
         loss: float,
     ) -> None:
-        """Passes of one kind that have just ended: their traffic [layers * experts] with experts at `levels`, bytes
-        read, and what is lost."""
-        by_tier = np.bincount(levels.ravel(), counts, minlength=len(self.by_tier))
-        self.by_tier += by_tier
-        self._series.append((now, float(by_tier[:-1].sum()), float(by_tier.sum())))
-        self.passes[prefill] += len(steps)
-        self.tokens[prefill] += sum(step.tokens for step in steps)
-        self.busy[prefill] += sum(step.seconds for step in steps)
-        self.read_bytes += nbytes
+        """Passes that have just ended: router selections above the lowest tier and in all, and what is lost."""
+        self._series.append((now, raised, routed))
+        self.passes[some.prefill] += some.passes
+        self.tokens[some.prefill] += some.tokens
+        self.busy[some.prefill] += some.seconds
+        self.read_bytes += some.nbytes
         self.loss += loss
 
     def note_shifts(self, now: float, count: int) -> None:

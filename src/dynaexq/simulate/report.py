@@ -85,7 +85,8 @@ def simulate(
     journal, control = simulation.journal, moving.control if moving else None
     counters = control.pipeline.counters if control else Counters()
     seconds, tokens = simulation.seconds, sum(journal.tokens.values())
-    routed = max(float(journal.by_tier.sum()), 1e-30)
+    by_tier = simulation.by_tier()
+    by_tier /= max(float(by_tier.sum()), 1e-30)
     ttft, tpot = journal.latencies()
     moves = counters.promotions + counters.demotions
     return SimulationReport(
@@ -97,8 +98,8 @@ def simulate(
         ttft=ttft,
         tpot=tpot,
         tiers=simulation.tiers,
-        by_tier=(journal.by_tier / routed).tolist(),
-        raised=float(journal.by_tier[:-1].sum() / routed),
+        by_tier=by_tier.tolist(),
+        raised=float(by_tier[:-1].sum()),
         predicted_kl=journal.loss / max(tokens, 1) if source.sensitivity else None,
         read_bytes_per_token=journal.read_bytes / max(tokens, 1),
         expert_bytes=simulation.expert_bytes,

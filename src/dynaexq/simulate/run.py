@@ -12,12 +12,12 @@ from dynaexq.device.virtual import VirtualClock, VirtualLink, VirtualWake
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.versions import Levels
 from dynaexq.simulate.costs import StepCosts
-from dynaexq.simulate.feed import Block
-from dynaexq.simulate.journal import Journal
-from dynaexq.simulate.traffic import SimulatedTraffic
+from dynaexq.simulate.feed import Block, Integers
+from dynaexq.simulate.journal import Journal, Passes
+from dynaexq.simulate.traffic import SimulatedTraffic, TierTally
 from dynaexq.traffic.recorder import Step
 
-CHUNK = 64
+CHUNK = 128
 """Passes of one token that are looked at together."""
 
 
@@ -51,10 +51,19 @@ class Simulation:
         `drag`: seconds by which a second of copies beside it makes a pass longer.
         """
         self.tiers = list(sizes)
-        self.journal = Journal(len(sizes))
-        self._clock, self._sizes, self._costs = clock, np.array([*sizes.values()], np.int64), costs
-        self._moving, self._gaps, self._losses, self._drag = moving, gaps, losses, drag
+        self.journal = Journal()
+        self._clock, self._sizes, self._costs = clock, np.array([*sizes.values()], np.float64), costs
+        self._moving, self._gaps, self._drag = moving, gaps, drag
+        self._losses = None if losses is None else losses.reshape(len(sizes), -1)
         self._background = moving is not None and moving.control.options.drive == "thread"
+        first = np.zeros_like(levels)
+        self._tally, self._levels = TierTally(len(sizes), first), first.ravel().astype(np.int64)
+        self._bytes_of, self._raised_of = (
+            np.full(levels.size, self._sizes[0]),
+            np.full(levels.size, float(len(sizes) > 1)),
+        )
+        self._loss_of = None if self._losses is None else self._losses[0].copy()
+        self._epoch = -1
         self._see(levels)
 
     def run(self, blocks: Iterable[Block], progress: Callable[[int], None]) -> None:
@@ -74,6 +83,11 @@ class Simulation:
     def expert_bytes(self) -> int:
         """Bytes of expert memory."""
         return self._moving.control.experts.expert_bytes if self._moving else int(self._bytes_of.sum())
+
+    def by_tier(self) -> Scores:
+        """Router selections at each tier since the last call, [tiers]."""
+        found: Scores = self._tally.take().sum(1)
+        return found
 
     def _run_block(self, block: Block) -> None:
         ends, first = np.empty(len(block.ends)), 0
@@ -112,28 +126,37 @@ class Simulation:
         done = int(np.searchsorted(ended, horizon, side="right"))
         if done:
             rows = slice(rows.start, rows.start + done)
-            steps = [Step(each, 1, False) for each in seconds[:done].tolist()]
             ends[first : first + done] = ended[:done]
             self._clock.reach(float(ended[done - 1]))
-            self._note(block, rows, prefill, steps, float(nbytes[:done].sum()))
+            steps = [] if prefill or not self._moving else [Step(each, 1, False) for each in seconds[:done].tolist()]
+            passes = Passes(done, prefill, done, float(seconds[:done].sum()), float(nbytes[:done].sum()))
+            self._note(block, rows, self._count(block, rows), passes, steps)
         return done
 
     def _run_batches(self, block: Block, first: int, ends: Scores, horizon: float) -> int:
-        """Passes of several tokens, one by one, as long as they end before anything happens."""
-        done = 0
-        for place in range(first, len(block.ends)):
-            if block.tokens[place] == 1:
+        """Passes of one kind and of several tokens, one by one, as long as they end before anything happens."""
+        prefill, begin = bool(block.prefill[first]), _rows(block, first).start
+        counts, steps, read, done = np.zeros(self._levels.size, np.int64), [], 0.0, 0
+        for place in range(first, min(len(block.ends), first + CHUNK)):
+            if block.tokens[place] == 1 or block.prefill[place] != prefill:
                 break
-            prefill, rows = bool(block.prefill[place]), _rows(block, place)
-            nbytes = self._read(block, rows)
+            rows = _rows(block, place)
+            own = self._count(block, rows)
+            nbytes = self._read(own)
             seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
             end = self._start(block, place) + seconds
             if end > horizon:
                 break
             ends[place] = end
             self._clock.reach(end)
-            self._note(block, rows, prefill, [Step(seconds, rows.stop - rows.start, False)], nbytes)
+            counts += own
+            steps.append(Step(seconds, rows.stop - rows.start, False))
+            read += nbytes
             done += 1
+        if done:
+            rows = slice(begin, int(block.ends[first + done - 1]))
+            passes = Passes(done, prefill, rows.stop - begin, sum(step.seconds for step in steps), read)
+            self._note(block, rows, counts, passes, [] if prefill else steps)
         return done
 
     def _run_one(self, block: Block, place: int) -> float:
@@ -143,10 +166,11 @@ class Simulation:
         control, clock = moving.control, self._clock
         clock.reach(self._start(block, place))
         control.before_window()
-        self._see(control.experts.levels())
+        self._look()
         window, _ = control.experts.handles.pin()
         prefill, rows = bool(block.prefill[place]), _rows(block, place)
-        nbytes = self._read(block, rows)
+        counts = self._count(block, rows)
+        nbytes = self._read(counts)
         seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
         start = clock.now
         end = start + seconds
@@ -158,11 +182,12 @@ class Simulation:
         clock.reach(end)
         control.experts.handles.release(window)
         step = Step(end - start, rows.stop - rows.start, bool(control.pipeline.moving))
-        self._note(block, rows, prefill, [step], nbytes)
+        passes = Passes(1, prefill, step.tokens, step.seconds, nbytes)
+        self._note(block, rows, counts, passes, [] if prefill else [step])
         if self._background and moving.wake.woken:
             moving.wake.clear()
             control.turn(end)
-        self._see(control.experts.levels())
+        self._look()
         return end
 
     def _turn_until(self, end: float, moving: Moving) -> None:
@@ -187,28 +212,47 @@ class Simulation:
         slack = np.maximum.accumulate(np.maximum(block.started[part], self._clock.now) - before)
         return slack + total
 
+    def _look(self) -> None:
+        """See where experts are now."""
+        assert self._moving is not None
+        experts = self._moving.control.experts
+        if experts.epoch != self._epoch:
+            self._epoch = experts.epoch
+            self._see(experts.levels())
+
     def _see(self, levels: Levels) -> None:
-        self._levels = levels
-        self._bytes_of = self._sizes[levels.ravel()].astype(np.float64)
-        if self._losses is not None:
-            self._loss_of = np.take_along_axis(self._losses, levels[None].astype(np.int64), 0).ravel()
+        now = levels.ravel().astype(np.int64)
+        places = np.flatnonzero(now != self._levels)
+        moved, self._levels = now[places], now
+        self._bytes_of[places] = self._sizes[moved]
+        self._raised_of[places] = moved < len(self.tiers) - 1
+        if self._losses is not None and self._loss_of is not None:
+            self._loss_of[places] = self._losses[moved, places]
+        self._tally.move(places, moved)
+        if self._moving is not None:
+            self._moving.traffic.move(places, moved)
 
-    def _read(self, block: Block, rows: slice) -> float:
-        """Bytes of the distinct experts that tokens ask for."""
-        counts = np.bincount(block.places[rows].ravel(), minlength=self._levels.size)
-        return float(self._bytes_of[counts > 0].sum())
+    def _count(self, block: Block, rows: slice) -> Integers:
+        """Selections of every expert, [layers * experts]."""
+        return np.bincount(block.places[rows].ravel(), minlength=self._levels.size)
 
-    def _note(self, block: Block, rows: slice, prefill: bool, steps: list[Step], nbytes: float) -> None:
-        places = block.places[rows].ravel()
-        counts = np.bincount(places, minlength=self._levels.size).astype(np.float64)
-        loss = 0.0 if self._losses is None else float(counts @ self._loss_of)
-        self.journal.note_passes(self._clock.now, counts, prefill, self._levels, steps, nbytes, loss)
+    def _read(self, counts: Integers) -> float:
+        """Bytes of the distinct experts among those selected."""
+        return float(self._bytes_of @ (counts > 0))
+
+    def _note(self, block: Block, rows: slice, counts: Integers, passes: Passes, steps: list[Step]) -> None:
+        """Enter passes that have just ended; `steps` are those that decode."""
+        selected = counts.astype(np.float64)
+        self._tally.add(selected)
+        loss = 0.0 if self._loss_of is None else float(selected @ self._loss_of)
+        raised, routed = float(selected @ self._raised_of), float(passes.tokens * block.places.shape[1])
+        self.journal.note_passes(self._clock.now, passes, raised, routed, loss)
         if self._moving is not None:
             if block.mass is not None:
-                mass = block.mass[rows].ravel()
-                counts = np.bincount(places, mass, minlength=self._levels.size).astype(np.float64)
-            self._moving.traffic.note(counts, prefill, self._levels, steps)
-            self._moving.control.pass_windows(len(steps), self._levels.ravel().astype(np.int64))
+                places, mass = block.places[rows].ravel(), block.mass[rows].ravel()
+                selected = np.bincount(places, mass, minlength=self._levels.size).astype(np.float64)
+            self._moving.traffic.note(selected, passes.prefill, passes.passes, steps)
+            self._moving.control.pass_windows(passes.passes, self._levels)
             self.journal.note_shifts(self._clock.now, self._moving.control.signals.shifts)
 
 

@@ -6,6 +6,7 @@ A row for each token and pass, rows of a pass together, passes in order; what th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,12 +175,7 @@ class TraceReader:
             SideFileError: the file is damaged, passes are out of order, or experts are not there.
         """
         last = -1
-        for place in range(self._file.num_row_groups):
-            try:
-                table = self._file.read_row_group(place)
-                rows = self._convert(table, weights)
-            except (OSError, pa.ArrowException, ValueError) as error:
-                raise SideFileError(f"{self.path} is damaged: {_first_line(error)}") from error
+        for rows in self._groups(weights):
             if not len(rows.window):
                 continue
             if int(rows.ids.max()) >= self.head.experts:
@@ -188,6 +184,24 @@ class TraceReader:
                 raise SideFileError(f"{self.path}: forward passes are out of order")
             last = int(rows.window[-1])
             yield rows
+
+    def _groups(self, weights: bool) -> Iterator[TraceRows]:
+        """Row groups, each read while the one before is in use."""
+
+        def read(place: int) -> TraceRows:
+            try:
+                return self._convert(self._file.read_row_group(place), weights)
+            except (OSError, pa.ArrowException, ValueError) as error:
+                raise SideFileError(f"{self.path} is damaged: {_first_line(error)}") from error
+
+        count = self._file.num_row_groups
+        with ThreadPoolExecutor(1, "dynaexq-trace") as pool:
+            ahead: list[Future[TraceRows]] = []
+            for place in range(count):
+                rows = ahead.pop().result() if ahead else read(place)
+                if place + 1 < count:
+                    ahead.append(pool.submit(read, place + 1))
+                yield rows
 
     def close(self) -> None:
         """Close the file."""

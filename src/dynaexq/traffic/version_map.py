@@ -71,14 +71,14 @@ class MapRecorder:
             raise SideFileError(f"cannot write {path}: {error.strerror or error}") from error
         self._write(head)
 
-    def note(self, levels: Levels) -> None:
-        """One window ran with `levels` [layers * experts]. Raises SideFileError where the disk is full."""
+    def note(self, levels: Levels, windows: int = 1) -> None:
+        """So many windows ran with `levels` [layers * experts]. Raises SideFileError where the disk is full."""
         moved = levels != self._last
         if moved.any():
             to = [np.flatnonzero(moved & (levels == level)).tolist() for level in range(self._tiers)]
             self._write(_Change(window=self._windows, to=to))
             self._last = levels.copy()
-        self._windows += 1
+        self._windows += windows
 
     def close(self) -> None:
         """Write the end; further calls do nothing."""

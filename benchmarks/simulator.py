@@ -5,7 +5,7 @@
 Nearness: the embedded model answers prompts, some at a time, once at each of two uniform tiers, recorded; costs are
 fitted to those two traces. Other configurations are then simulated from the first trace, and run for real.
 
-Speed: a made-up trace of 48 layers of 128 experts, tokens of the trace per second.
+Speed: a made-up trace of 48 layers of 128 experts whose workload shifts once, tokens of the trace per second.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
         result = {
             "run": describe_run(),
             "cases": measure_nearness(Path(directory), 8 if arguments.quick else 48),
-            "speed": measure_speed(Path(directory), 4_000 if arguments.quick else 30_000),
+            "speed": measure_speed(Path(directory), 8_000 if arguments.quick else 200_000),
         }
     publish(result, render(result), "simulator", arguments.json, arguments.readme)
 
@@ -89,7 +89,8 @@ def measure_nearness(directory: Path, prompts: int) -> dict[str, Any]:
         print(name, file=sys.stderr)
         real = run_engine(store, LaunchOptions(**options), texts, prompts, directory / "real.parquet")
         reader = TraceReader.open(paths[0])
-        chosen = SimulationOptions(**options, link=real["link"], drag=1 / THREADS)
+        drag = 0.0 if options["mode"] == "static" else 1 / THREADS
+        chosen = SimulationOptions(**options, link=real["link"], drag=drag)
         report = simulate(open_source(reader.head, store, None), chosen, costs, reader)
         reader.close()
         simulated = {
@@ -136,7 +137,7 @@ def measure_speed(directory: Path, tokens: int) -> dict[str, float]:
     found = {}
     for batch in (1, 8):
         path = directory / f"batch{batch}.parquet"
-        traffic = SyntheticTraffic(tokens, zipf=1.0, shift_every=tokens // 3, batch=batch)
+        traffic = SyntheticTraffic(tokens, zipf=1.0, shift_every=tokens // 2, batch=batch)
         write_trace(path, GEOMETRY, draw_trace(GEOMETRY, traffic), weights=False)
         for name, options in (
             ("static", SimulationOptions("static", tier="int4")),

@@ -2,7 +2,9 @@
 
     python -m benchmarks.tracing [--quick] [--json FILE|-]
 
-Decode: streams that run together, 64 tokens each. Prompts: one of 512 tokens at a time. Medians over rounds.
+Decode: streams that run together, 64 tokens each. Prompts: one of 512 tokens at a time. Medians over rounds;
+processor time, of all threads, is what other work on the machine disturbs least. "By itself" is the processor time
+of the recording's own code, over the time of the runs: what to go by where two runs of the same differ by more.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dynaexq.evaluate import read_documents
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.launch import EMBEDDED_MODEL, Opened
 from dynaexq.llm import LLM
+from dynaexq.traffic.recorder import ClosedWindow
 from dynaexq.traffic.trace_recorder import TraceRecorder
 
 STREAMS, TOKENS, PROMPT = (1, 8), 64, 512
@@ -61,28 +64,52 @@ def main() -> None:
         for name, each in found.items():
             print(
                 f"{name}: {each['plain']:.0f} tokens/s, recorded {each['recorded']:.0f}, "
-                f"{100 * (1 - each['ratio']):+.1f} % (median of pairs)"
+                f"{100 * (1 - each['ratio']):+.1f} % (median of pairs); "
+                f"{100 * (each['processor'] - 1):+.1f} % processor time; {100 * each['own']:.2f} % by itself"
             )
+
+
+class _TimedRecorder(TraceRecorder):
+    """Adds up the processor time of its own."""
+
+    own = 0.0
+
+    def after_window(self, window: ClosedWindow) -> None:
+        start = time.thread_time()
+        super().after_window(window)
+        self.own += time.thread_time() - start
+
+    def _write(self, windows: list[ClosedWindow]) -> None:
+        start = time.thread_time()
+        super()._write(windows)
+        self.own += time.thread_time() - start
 
 
 def _compare(llm: LLM, opened: Opened, task: Callable[[], int], rounds: int, directory: Path) -> dict[str, float]:
     speeds: dict[bool, list[float]] = {False: [], True: []}
+    costs: dict[bool, list[float]] = {False: [], True: []}
     runtime = llm.launch.runtime
-    recorder = TraceRecorder(directory / "trace.parquet", "", opened.fingerprint, runtime.experts)
+    recorder = _TimedRecorder(directory / "trace.parquet", "", opened.fingerprint, runtime.experts)
+    runtime.trace = recorder
     task()
+    recorder.own = 0.0  # without what the first window starts
     for number in range(2 * rounds):
         recorded = (number % 4) in (1, 2)  # neither is always the first of a pair
         runtime.trace = recorder if recorded else None
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         tokens = task()
         speeds[recorded].append(tokens / (time.perf_counter() - start))
+        costs[recorded].append((time.process_time() - busy) / tokens)
     runtime.trace = None
     recorder.close()
+    taken = sum(1 / speed for speed in speeds[True]) * tokens
     pairs = zip(speeds[True], speeds[False], strict=True)
     return {
         "plain": statistics.median(speeds[False]),
         "recorded": statistics.median(speeds[True]),
         "ratio": statistics.median(one / other for one, other in pairs),
+        "processor": statistics.median(costs[True]) / statistics.median(costs[False]),
+        "own": recorder.own / taken,
     }
 
 

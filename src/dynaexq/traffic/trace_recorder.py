@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from dynaexq.core import ModelShape
 from dynaexq.formats import ExpertFormat, VersionLayout
 from dynaexq.formats.base import base_tier
-from dynaexq.traffic.recorder import ClosedWindow, RoutedLayer
+from dynaexq.traffic.recorder import ClosedWindow, RoutedLayer, TokenRun
 from dynaexq.traffic.trace import Column, TraceHead, TraceRows
 from dynaexq.traffic.trace_writer import TraceWriter
 
@@ -63,7 +63,8 @@ class TraceRecorder:
         """Take a window."""
         if self.problem is not None or not window.layers or len(window.layers) % self._experts.shape.layers:
             return  # a forward pass that failed has fewer layers: it routed nothing that was used
-        nbytes = sum(routed.ids.nbytes + routed.weights.nbytes for routed in window.layers) + window.levels.nbytes
+        first = window.layers[0]
+        nbytes = len(window.layers) * (first.ids.nbytes + first.weights.nbytes) + window.levels.nbytes
         with self._changed:
             self._waiting.append(window)
             self._waiting_bytes += nbytes
@@ -137,7 +138,11 @@ class RowBuilder:
 
     def build(self, windows: Sequence[ClosedWindow]) -> list[TraceRows]:
         """Rows of windows, in their order; those of one shape together."""
-        return [self._build(list(group)) for _, group in groupby(windows, _shape_of)]
+        return [self._build(list(group)) for _, group in groupby(windows, self._shape_of)]
+
+    def _shape_of(self, window: ClosedWindow) -> tuple[int, ...]:
+        """Tokens of each forward."""
+        return tuple(routed.ids.shape[0] for routed in window.layers[:: self.head.layers])
 
     def _build(self, windows: list[ClosedWindow]) -> TraceRows:
         """Of windows of the same forwards, each over as many tokens."""
@@ -166,16 +171,12 @@ class RowBuilder:
 
     def _labels(self, windows: list[ClosedWindow], tokens: int) -> tuple[Column, Column]:
         """Whether tokens belong to prompts, and to which requests."""
-        prefill, request = [], []
+        runs: list[TokenRun] = []
         for window in windows:
-            if sum(run.tokens for run in window.runs) == tokens:
-                lengths = [run.tokens for run in window.runs]
-                prefill.append(np.repeat([run.prefill for run in window.runs], lengths))
-                request.append(np.repeat(np.array([run.request for run in window.runs], np.int32), lengths))
-            else:
-                prefill.append(np.full(tokens, window.prefill))
-                request.append(np.full(tokens, -1, np.int32))
-        return np.concatenate(prefill), np.concatenate(request)
+            known = sum([run.tokens for run in window.runs]) == tokens
+            runs += window.runs if known else (TokenRun(-1, tokens, window.prefill),)
+        request, lengths, prefill = zip(*runs, strict=True)
+        return np.repeat(prefill, lengths), np.repeat(np.array(request, np.int32), lengths)
 
     def _read(self, windows: list[ClosedWindow], ids: Column) -> Column:
         """Bytes of distinct versions that each window read; `ids` is [windows, tokens, layers, top_k]."""
@@ -195,10 +196,6 @@ def _read_sizes(experts: RecordedExperts) -> Column:
     return np.array([size + (by_name[base] if base else 0) for size, base in zip(own, bases, strict=True)], np.int64)
 
 
-def _shape_of(window: ClosedWindow) -> tuple[Any, ...]:
-    return tuple((routed.layer, len(routed.ids)) for routed in window.layers)
-
-
 def _assemble(windows: list[ClosedWindow], layers: int, name: str) -> Column:
     """Ids or weights, [windows, tokens, layers, top_k]: the forwards of a window one after the other."""
     forwards = len(windows[0].layers) // layers
@@ -207,7 +204,7 @@ def _assemble(windows: list[ClosedWindow], layers: int, name: str) -> Column:
         routed: list[RoutedLayer] = [
             each for window in windows for each in window.layers[forward * layers : (forward + 1) * layers]
         ]
-        tokens = len(routed[0].ids)
+        tokens = routed[0].ids.shape[0]
         whole = torch.cat([getattr(each, name) for each in routed]).detach()
         values = (whole.float() if name == "weights" else whole).numpy()
         parts.append(values.reshape(len(windows), layers, tokens, -1).transpose(0, 2, 1, 3))

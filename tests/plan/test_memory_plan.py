@@ -13,7 +13,9 @@ from dynaexq.plan.sizes import parse_size
 SHAPE = ModelShape(4, 8, ExpertShape(256, 128))
 TIERS = ("bf16", "int2", "int8", "int4")
 FIXED = {"process": 1000, "dense weights": 500}
-PROFILE = ModelProfile(SHAPE, 10_000, 1_000, ((64, 96), (32, 64)), ((8, 32),), 256, 4096, 1024, 512, 8, 0, 256, 512, 0)
+PROFILE = ModelProfile(
+    SHAPE, 10_000, 1_000, ((64, 96), (32, 64)), ((8, 32),), 256, 4096, 1024, 512, 8, 1, 0, 256, 512, 0
+)
 
 
 @given(st.integers(0, 10 << 20), st.none() | st.integers(0, 10 << 20))

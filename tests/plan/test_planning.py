@@ -66,20 +66,22 @@ def test_parameters_are_the_published_ones(name: str, total: float, active: floa
 
 
 @pytest.mark.parametrize(
-    ("name", "by_token"),
+    ("name", "layers", "by_token"),
     [
-        ("qwen3-30b-a3b", 48 * 2 * 4 * 128),
-        ("gpt-oss-120b", 36 * 2 * 8 * 64),  # layers with a sliding window keep the whole context, too
-        ("deepseek-v2-lite", 27 * 16 * (128 + 64 + 128)),  # Transformers keeps keys and values, not the latent vector
-        ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256),  # one layer in four; the others have a state
+        ("qwen3-30b-a3b", 48, 2 * 4 * 128),
+        ("gpt-oss-120b", 36, 2 * 8 * 64),  # layers with a sliding window keep the whole context, too
+        ("deepseek-v2-lite", 27, 16 * (128 + 64 + 128)),  # Transformers keeps keys and values, not the latent vector
+        ("qwen3-next-80b-a3b", 12, 2 * 2 * 256),  # one layer in four; the others have a state
     ],
 )
-def test_keys_and_values_by_hand(name: str, by_token: int) -> None:
+def test_keys_and_values_by_hand(name: str, layers: int, by_token: int) -> None:
     profile = Geometry(name).skeleton.profile
-    assert profile.kv_width == by_token
+    assert profile.kv_width == layers * by_token
     work = Workload(1, 1000, 3, 1, 2, True, kv_element_bytes=2)
     short, long = (fixed_parts(profile, replace(work, context=each), 0)["KV cache"] for each in (1000, 2000))
-    numbers = 3 * 1000 * (2 * by_token + by_token * 2 // 4)  # and copies of one layer's
+    numbers = 3 * 1000 * 2 * (layers + 1) * by_token  # and copies of one layer's
+    if name == "gpt-oss-120b":  # attends eagerly, to keys and values repeated for all 64 heads of 64
+        numbers += 1000 * 2 * 2 * 64 * 64
     assert long - short == numbers and (short > numbers) is (profile.state_elements > 0)
 
 
@@ -88,15 +90,15 @@ def test_the_worked_example_of_expertflow_adds_up() -> None:
     parts = {"resident experts": 3 * 7.0, "one load": 7.0, "KV cache": 4.0, "activations": 2.0, "framework": 1.5}
     assert sum(parts.values()) == 35.5
     kv = fixed_parts(profile_of(), Workload(1, 4096, 4, 1, 4, True), 0)["KV cache"]
-    assert kv == (4096 * 4) * (4 * 1024 + 1024)
+    assert kv == (4096 * 4) * (4 * 1024 + 4 * 1024)
 
 
 def profile_of(**changes: Any) -> ModelProfile:
     values: dict[str, Any] = {
         "shape": ModelShape(2, 8, ExpertShape(64, 32)), "dense_parameters": 1000, "unpackable_parameters": 0,
         "matrices": ((100, 8),), "embeddings": ((100, 8),), "hidden": 64, "vocabulary": 100, "max_context": 8192,
-        "kv_width": 1024, "kv_vectors": 16, "state_elements": 0, "attention_width": 64, "dense_width": 64,
-        "eager_attention_heads": 0,
+        "kv_width": 1024, "kv_vectors": 16, "kv_layers": 1, "state_elements": 0, "attention_width": 64,
+        "dense_width": 64, "eager_attention_heads": 0,
     }  # fmt: skip
     return ModelProfile(**{**values, **changes})
 

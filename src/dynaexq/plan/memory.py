@@ -24,7 +24,7 @@ OVERHEAD_PER_EXPERT = 1024
 @dataclass(frozen=True)
 class ModelProfile:
     """Sizes of a model that its configuration fixes. `*_width` are elements per token; `kv_vectors` are the keys and
-    values that `kv_width` is divided into.
+    values that `kv_width` is divided into, `kv_layers` the layers that keep some.
 
     Of `dense_parameters`, those in `matrices` and `embeddings` (rows, columns) can be kept packed.
     """
@@ -39,6 +39,7 @@ class ModelProfile:
     max_context: int
     kv_width: int
     kv_vectors: int
+    kv_layers: int
     state_elements: int
     attention_width: int
     dense_width: int
@@ -112,8 +113,10 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
     kv_cache = state = 0
     if work.kv_cache:
         by_token = profile.kv_width * work.kv_element_bytes + profile.kv_vectors * work.kv_scale_bytes
-        seen_by_attention = profile.kv_width * element // 4  # copies, one layer's at a time
+        seen_by_attention = profile.kv_width * element // max(1, profile.kv_layers)  # copies, one layer's at a time
         kv_cache = (by_token + seen_by_attention) * work.context * work.sequences
+        if profile.eager_attention_heads:
+            kv_cache += 2 * profile.attention_width * element * work.context  # again, for every head
         state = profile.state_elements * work.sequences * 4
     expert = profile.shape.expert
     per_token = (

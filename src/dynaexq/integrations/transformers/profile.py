@@ -44,6 +44,7 @@ def profile_model(skeleton: Any, layers: ExpertLayers) -> ModelProfile:
         max_context=context or 1 << 20,
         kv_width=per_layer * attending,
         kv_vectors=vectors * attending,
+        kv_layers=attending,
         state_elements=_state_elements(config) * recurrent,
         attention_width=heads * max(head_dim, per_layer // (2 * kv_heads)),
         dense_width=_dense_width(config),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dynaexq.integrations.transformers.attention import use_grouped_attention
 from dynaexq.integrations.transformers.cache import cache_argument
 from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.native_decoder import Cache, NativeDecoder, Sequences
@@ -33,6 +34,7 @@ class SlottedModel:
         self.slots, self.room, self.vocabulary = slots, room, int(config.vocab_size)
         self.chunked = config.model_type not in WHOLE_PROMPTS
         self._model, self._runtime = model, runtime_of(model)
+        use_grouped_attention(config)
         self._cache = SlotCache(model.config, slots, room, kept_dtype(kv, model.dtype))
         self.cuts = not self._cache.states
         self._argument = cache_argument(model)

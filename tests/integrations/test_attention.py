@@ -32,7 +32,7 @@ def test_attention_has_the_bits_of_transformers(heads: int, tokens: int, masked:
 
 def test_nothing_is_repeated_for_every_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
-    model = SlottedModel(load(checkpoint, mode="static", tier="int4"), slots=1, room=64)
+    model = SlottedModel(load(checkpoint, mode="full"), slots=1, room=64)
 
     def refuse(*_: object) -> None:
         raise AssertionError("keys and values are copied")

@@ -15,7 +15,7 @@ MIB = 1 << 20
 KERNEL_SCRATCH_BYTES = 9 * MIB
 """What a native kernel keeps beside the tokens' own rows (kWaveBytes in native/kernels)."""
 
-OVERHEAD_BYTES = 36 * MIB
+OVERHEAD_BYTES = 24 * MIB
 OVERHEAD_SHARE = 0.03
 OVERHEAD_PER_EXPERT = 1024
 """Thread stacks, allocator slack and small objects: a constant, a share of the dense weights, entries and counters."""

@@ -15,11 +15,21 @@ from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier
 from dynaexq.integrations.hub import resolve_model
 from dynaexq.integrations.transformers.config import DynaExqConfig
+from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.source import CheckpointExperts
-from dynaexq.launch_options import DTYPES, PAIRED, LaunchOptions
-from dynaexq.plan.memory import MemoryPlan, Workload, add_high, choose_tier, fixed_parts, format_bytes
+from dynaexq.launch_options import CACHED, DTYPES, PAIRED, LaunchOptions
+from dynaexq.plan.memory import (
+    MemoryPlan,
+    Workload,
+    add_high,
+    choose_tier,
+    fixed_parts,
+    format_bytes,
+    group_bytes,
+    plan_cache,
+)
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
 from dynaexq.residency.layout import share_evenly
 from dynaexq.runtime import ExpertRuntime
@@ -101,6 +111,7 @@ class Launch:
             **asdict(counters),
             "hot_share_high": self.runtime.hot_share_high,
             "parts": self.runtime.budget.parts,
+            "cache": self.runtime.describe_cache(),
             "signals": self.runtime.control.signals.describe() if self.runtime.control else None,
         }
 
@@ -150,6 +161,8 @@ class Opened:
         group_size, fixed, limit = self.group_size, self.fixed(options, work), self.limit(options)
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
+        if options.mode in CACHED:
+            return plan_cache(shape, options.mode, tiers[0], group_size, fixed, limit, options.expert_memory)
         mode = "auto" if options.mode in ("uniform", *PAIRED) else options.mode
         plan = choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, mode, PROCESS_JITTER)
         if options.mode in ("full", "static", "uniform") or (options.mode == "auto" and plan.mode == "full"):
@@ -161,6 +174,9 @@ class Opened:
         work = replace(work, dense=options.dense_form, kernel=options.kernel)
         process = max(resident_bytes(), peak_resident_bytes() if options.memory is not None else 0)
         fixed = fixed_parts(self.skeleton.profile, work, process)
+        if options.mode in CACHED:
+            top_k = top_k_of(self.skeleton.model.config)
+            fixed["expert groups"] = group_bytes(self.skeleton.profile.shape, top_k, work.tokens)
         return fixed if options.trace is None else {**fixed, "trace": TRACE_BYTES}
 
     def limit(self, options: LaunchOptions) -> int:
@@ -240,7 +256,7 @@ class Opened:
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
         serving = self.tiers
-        if options.mode == "static":
+        if options.mode in ("static", *CACHED):
             assert options.tier is not None
             if self.store and options.tier not in available:
                 raise StoreError(
@@ -285,6 +301,9 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
         "activations": options.rounding,
         "dense": options.dense_form,
     }
+    if plan.mode in CACHED:
+        tuning = options.make_tuning().changed()
+        return DynaExqConfig(plan.mode, plan.tier, expert_memory=plan.room, tuning=tuning, **common)
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
     common |= {"high": plan.asked, "low": plan.tier, "expert_memory": plan.room}

@@ -13,13 +13,17 @@ from dynaexq.formats import TIERS, tier_format, tier_rank
 from dynaexq.formats.base import require_standing
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
+from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.traffic import check_state_file
 from dynaexq.traffic.trace_writer import check_trace_target
 from dynaexq.traffic.version_map import check_map_file
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis")
+CACHED = tuple(CACHE_POLICIES)
+"""Modes that hold some experts and read the others when they are needed."""
+
+MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis", *CACHED)
 ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
 DEFAULT_DENSE = "int8"
 PAIRED = (*ADAPTIVE, "static-map")
@@ -61,7 +65,7 @@ class LaunchOptions:
     @property
     def moves(self) -> str:
         """What moves versions in the end: the drive of the control loop."""
-        if self.mode in ("blocking", "static-map"):
+        if self.mode in ("blocking", "static-map", *CACHED):
             return self.mode
         return "recorded" if self.replay else self.drive
 
@@ -103,10 +107,12 @@ class LaunchOptions:
         if self.tier is not None:
             tier_format(self.tier)
             require_standing(self.tier)
-            if self.mode != "static":
-                raise OptionError(f"--tier {self.tier} goes with --mode static; mode '{self.mode}' takes no --tier")
-        elif self.mode == "static":
-            raise OptionError(f"--mode static needs --tier, one of {', '.join(TIERS)}")
+            if self.mode not in ("static", *CACHED):
+                raise OptionError(
+                    f"--tier {self.tier} goes with --mode static, {' or '.join(CACHED)}; mode '{self.mode}' takes none"
+                )
+        elif self.mode in ("static", *CACHED):
+            raise OptionError(f"--mode {self.mode} needs --tier, one of {', '.join(TIERS)}")
         if (self.high is None) != (self.low is None):
             raise OptionError("give --high and --low together")
         if self.high is not None and self.low is not None:
@@ -131,8 +137,8 @@ class LaunchOptions:
             ):
                 if value:
                     raise OptionError(f"--{name} goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
-        if self.tune and self.mode not in PAIRED:
-            raise OptionError(f"--tune goes with --mode {' or '.join(PAIRED)}, not '{self.mode}'")
+        if self.tune and self.mode not in (*PAIRED, *CACHED):
+            raise OptionError(f"--tune goes with --mode {' or '.join((*PAIRED, *CACHED))}, not '{self.mode}'")
         for name, path in (("map", self.profile), ("ranking", self.ranking)):
             if path is not None and not path.is_file():
                 raise OptionError(f"--{name} {path}: not there, or no regular file; `dynaexq calibrate` makes one")

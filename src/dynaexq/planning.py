@@ -200,7 +200,7 @@ def _try(opened: Opened, options: LaunchOptions, work: Workload) -> tuple[Memory
 
 
 def _regime(plan: MemoryPlan | None) -> str:
-    if plan is None:
+    if plan is None or plan.cached:
         return "offload"
     return "full" if plan.mode == "full" else "dynaexq"
 

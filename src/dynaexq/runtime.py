@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ from dynaexq.control import ControlLoop
 from dynaexq.core import ModelShape, Window
 from dynaexq.formats import ExpertFormat, VersionLayout
 from dynaexq.kernels import ExpertsCall, ExpertsKernel, LayerFunctions
+from dynaexq.kernels.groups import forward_in_groups
 from dynaexq.kernels.threads import thread_count
 from dynaexq.residency import BudgetTracker, HandleWords
+from dynaexq.residency.cache import CachedExperts
 from dynaexq.residency.handles import Words
 from dynaexq.residency.transitions import Counters
 from dynaexq.shadow import Probe
@@ -92,6 +94,7 @@ class ExpertRuntime:
         self.kernel = kernel
         self.budget = budget
         self.listener = listener
+        self.cache = experts if isinstance(experts, CachedExperts) else None
         self.fused_layers = 0
         self.shadow = listener.signals.shadow if isinstance(listener, ControlLoop) else None
         self.tap: Callable[[int, ExpertsCall], None] | None = None
@@ -108,6 +111,8 @@ class ExpertRuntime:
     @property
     def counters(self) -> Counters:
         """What happened to versions so far: nothing, where none moves."""
+        if self.cache:
+            return self.cache.counters
         return self.control.pipeline.counters if self.control else Counters()
 
     @property
@@ -140,12 +145,27 @@ class ExpertRuntime:
             "fused_layers": self.fused_layers,
         }
 
+    def describe_cache(self) -> dict[str, int | float] | None:
+        """How many experts a cache holds, and which share of needs it met; None where all experts are resident."""
+        if self.cache is None:
+            return None
+        hits, misses = self.cache.hits, self.cache.misses
+        return {
+            "capacity": self.cache.capacity,
+            "hits": hits,
+            "misses": misses,
+            "hit_rate": hits / max(1, hits + misses),
+        }
+
     def close(self) -> None:
-        """Stop moving versions; the model stays usable."""
+        """Stop moving versions; a model whose experts are all resident stays usable."""
         if self.listener:
             self.listener.close()
         if self.trace:
             self.trace.close()
+        if self.cache:
+            with self.cache.turn:
+                self.cache.close()
 
     def begin_window(self, prefill: bool, runs: Sequence[TokenRun] = ()) -> None:
         """Pin the handles for one forward pass of this thread (dynaexq paper, section 1: window-level pinning).
@@ -156,7 +176,11 @@ class ExpertRuntime:
         if local.depth == 0:
             if self.listener:
                 self.listener.before_window()
-            local.window, local.words = self.experts.handles.pin()
+            if self.cache:
+                self.cache.turn.acquire()
+                local.words = self.cache.blank_words()
+            else:
+                local.window, local.words = self.experts.handles.pin()
             local.probe = self.shadow.shown if self.shadow else None  # after the pin, see Shadow._withdraw
             local.prefill, local.runs, local.routed, local.opened = prefill, runs, [], time.perf_counter()
         local.depth += 1
@@ -168,11 +192,16 @@ class ExpertRuntime:
             return  # the window never opened: its error is on its way
         local.depth -= 1
         if local.depth == 0:
-            assert local.window is not None and local.words is not None
+            assert local.words is not None
             listeners = [each for each in (self.listener, self.trace) if each]
             if listeners:
                 levels: Levels = (local.words >> np.uint64(56)).astype(np.int64)
-            self.experts.handles.release(local.window)
+                if self.cache:
+                    levels[:] = 0  # the one tier there is
+            if self.cache:
+                self.cache.turn.release()
+            elif local.window is not None:
+                self.experts.handles.release(local.window)
             local.window = local.words = None
             if listeners:
                 seconds = time.perf_counter() - local.opened
@@ -196,7 +225,7 @@ class ExpertRuntime:
         """A window that is no traffic."""
         (listener, trace), self.listener, self.trace = (self.listener, self.trace), None, None
         try:
-            with self.window(prefill=False):
+            with self.window(prefill=False), self.cache.uncounted() if self.cache else nullcontext():
                 yield
         finally:
             self.listener, self.trace = listener, trace
@@ -209,10 +238,30 @@ class ExpertRuntime:
         self.record(layer, ids, weights)
         if self.tap is not None:
             self.tap(layer, call)
+        if self.cache:
+            return self._forward_cached(self.cache, layer, call)
         result = self.kernel.forward(call)
         if self.shadow and (probe := self._local.probe) is not None and probe.key.layer == layer:
             self.shadow.look(probe, call, self.kernel)
         return result
+
+    def _forward_cached(self, cache: CachedExperts, layer: int, call: ExpertsCall) -> torch.Tensor:
+        groups = cache.split(layer, call.ids.numpy())
+        if len(groups) > 1:
+            return forward_in_groups(self.kernel, call, groups, lambda group: cache.bring(layer, group, call.words))
+        cache.bring(layer, groups[0], call.words)
+        return self.kernel.forward(call)
+
+    def reaches(self, choices: int) -> bool:
+        """Whether all experts of a layer that `choices` routed choices name are reachable at once."""
+        return self.cache is None or min(choices, self.experts.shape.experts) <= self.cache.capacity
+
+    def bring(self, layer: int, ids: torch.Tensor) -> None:
+        """Make the experts that a router chose, ids [tokens, top_k], reachable through this window's words; all are,
+        where none is cached. They must fit at once, see `reaches`."""
+        if self.cache:
+            (group,) = self.cache.split(layer, ids.numpy())
+            self.cache.bring(layer, group, self.words(layer))
 
     @property
     def listens(self) -> bool:

@@ -13,15 +13,17 @@ from pathlib import Path
 
 from dynaexq.assembly import Platform, assemble
 from dynaexq.control import Extras
-from dynaexq.core import ExpertKey, StoreError
+from dynaexq.core import ExpertKey, MemoryLimitError, StoreError
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
+from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
+from dynaexq.residency.cache import CachedExperts
 from dynaexq.residency.versions import load_versions
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
@@ -71,6 +73,26 @@ class Adaptive:
 def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
     """Every expert at `tier`. Raises StoreError, CheckpointError or MemoryLimitError."""
     return _serve_resident(serving, dict.fromkeys(serving.source.shape.expert_keys(), tier))
+
+
+def serve_cached(serving: Serving, tier: str, expert_memory: int, tuning: Tuning) -> ExpertRuntime:
+    """As many experts at `tier` as `expert_memory` holds, others read when they are needed; the mode says who leaves.
+
+    Raises:
+        StoreError, CheckpointError, MemoryLimitError: versions cannot be read, or not one expert fits.
+    """
+    source, nbytes = serving.source, _size(serving.source, tier)
+    source.require_tier(tier)
+    shape = source.shape
+    size = shape.layers * shape.experts
+    capacity = min(size, expert_memory // nbytes)
+    if not capacity:
+        raise MemoryLimitError(f"{expert_memory} bytes hold no expert at {tier}, which takes {nbytes}")
+    policy, link = CACHE_POLICIES[serving.mode](size), tuning.link_bytes_per_second
+    experts = CachedExperts(source, tier, capacity, policy, CpuDevice(), serving.budget, link)
+    runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)
+    weakref.finalize(runtime, experts.close)
+    return runtime
 
 
 def serve_map(

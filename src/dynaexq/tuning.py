@@ -10,6 +10,7 @@ from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError
 from dynaexq.plan.versions import VersionWish, check_slots
 from dynaexq.policy import HotnessOptions, SelectionOptions
+from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.policy.pace import LINK_SHARE, Pace, PaceOptions
 from dynaexq.residency.layout import check_layout
 from dynaexq.residency.transitions import RateLimit
@@ -152,6 +153,7 @@ IDLE_KNOBS = {
     "blocking": ("every_windows", "rate_gbps", *PACE_KNOBS),
     "recorded": tuple(name for name in KNOBS if name not in ("slots", "shadow", "layout", "spare")),
     "static-map": tuple(name for name in KNOBS if name != "slots"),
+    **{name: tuple(knob for knob in KNOBS if knob != "link_gbps") for name in CACHE_POLICIES},
     "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps", *PACE_KNOBS),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
@@ -162,6 +164,7 @@ MOVES = {
     "recorded": "versions move as they were recorded",
     "replay": "versions move between passes, and settle before the next",
     "static-map": "versions stay",
+    **dict.fromkeys(CACHE_POLICIES, "experts are read when they are needed"),
 }
 HYSTERESIS_KNOBS = ("margin", "rank_slack")
 

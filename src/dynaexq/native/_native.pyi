@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,7 @@ class DecoderLayer:
         weights: int,
         out: int,
         threads: int,
+        routed: Callable[[int], None] | None,
     ) -> None: ...
 
 class DecoderModel:
@@ -174,4 +176,5 @@ class DecoderModel:
         weights: int,
         logits: int,
         threads: int,
+        routed: Callable[[int], None] | None,
     ) -> None: ...

@@ -79,7 +79,8 @@ class MemoryPlan:
     """A feasible plan: `fixed` parts and `expert_bytes`, together at most `limit` (all in bytes).
 
     `tier` is that of every expert, or the lowest that experts have; `high` the highest, `versions` how many can be at
-    each tier, `room` the bytes that were to be spent on them, and `asked` the tier up to which.
+    each tier, `room` the bytes that were to be spent on them, and `asked` the tier up to which. Where not all experts
+    are resident, `cached` says how many at once.
     """
 
     mode: str
@@ -91,10 +92,13 @@ class MemoryPlan:
     versions: VersionPlan | None = None
     room: int = 0
     asked: str | None = None
+    cached: int = 0
 
     @property
     def tiers(self) -> str:
         """The tiers of experts, and how many can be above the lowest, for people."""
+        if self.cached:
+            return f"{self.tier}, {self.cached} resident at once"
         if self.versions is None:
             return self.tier
         pairs = zip(self.versions.tiers, self.versions.pools.slots, strict=False)
@@ -185,6 +189,37 @@ def choose_tier(
     limit = memory if expert_memory is None else min(memory, base + expert_memory)
     chosen = mode if mode != "auto" else "full" if tier == ordered[-1] else "static"
     return MemoryPlan(chosen, tier, limit, fixed, sizes[tier])
+
+
+def plan_cache(
+    shape: ModelShape,
+    mode: str,
+    tier: str,
+    group_size: int,
+    fixed: dict[str, int],
+    memory: int,
+    expert_memory: int | None,
+) -> MemoryPlan:
+    """As many experts at `tier` as fit, the others to be read when they are needed.
+
+    Raises:
+        MemoryLimitError: not one fits.
+    """
+    extent, base = _extent_bytes(shape, tier, group_size), sum(fixed.values())
+    room = memory - base if expert_memory is None else min(memory - base, expert_memory)
+    slots = min(shape.layers * shape.experts, room // extent)
+    if slots < 1:
+        raise MemoryLimitError(
+            f"{format_bytes(memory)} leave {format_bytes(max(0, room))} for experts beside {format_bytes(base)} of "
+            f"other parts, less than the {format_bytes(extent)} of one at {tier}; raise --memory or --expert-memory"
+        )
+    limit = memory if expert_memory is None else min(memory, base + expert_memory)
+    return MemoryPlan(mode, tier, limit, fixed, slots * extent, room=slots * extent, cached=slots)
+
+
+def group_bytes(shape: ModelShape, top_k: int, tokens: int) -> int:
+    """What a layer takes whose experts run in groups: every choice's input and output, in float32."""
+    return 2 * 4 * tokens * top_k * shape.expert.hidden
 
 
 def add_high(

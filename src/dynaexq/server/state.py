@@ -68,8 +68,13 @@ class StateView:
     def _describe_experts(self) -> Json:
         experts, shares = self.runtime.experts, self.runtime.shares
         shape = experts.shape
-        in_force = experts.handles.formats().reshape(shape.layers, shape.experts)
+        in_force = np.minimum(experts.handles.formats(), len(experts.formats)).reshape(shape.layers, shape.experts)
         counts = np.bincount(in_force.ravel().astype(np.int64), minlength=len(experts.formats)).tolist()
+        absent = [
+            {"name": "not loaded", "bits": 0.0, "experts": each, "bytes": 0, "traffic": None}
+            for each in counts[len(experts.formats) :]
+        ]
+        counts = counts[: len(experts.formats)]
         traffic = [None] * len(counts) if shares is None else [round(share, 4) for share in shares.by_tier]
         tiers = zip(experts.formats, experts.layouts, counts, traffic, strict=True)
         return {
@@ -82,7 +87,8 @@ class StateView:
                     "traffic": share,
                 }
                 for fmt, layout, count, share in tiers
-            ],
+            ]
+            + absent,
             "map": ["".join(TIER_DIGITS[index] for index in row) for row in in_force.tolist()],
             "hot_share_high": self.runtime.hot_share_high,
             "hot_share_high_by_layer": shares and [round(share, 4) for share in shares.raised_by_layer],

@@ -12,10 +12,11 @@ from dynaexq.formats import DEFAULT_QUANTIZER, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
+from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.store.writer import QUANT_METHOD
 from dynaexq.tuning import Tuning, make_tuning
 
-MODES = ("full", "static", "static-map", "dynaexq")
+MODES = ("full", "static", "static-map", "dynaexq", *CACHE_POLICIES)
 PAIRED = ("static-map", "dynaexq")
 """Modes with a high and a low tier."""
 STORE_DECIDES = ("group_size", "quantizer")
@@ -38,7 +39,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ranking: for `dynaexq`: file made by `dynaexq calibrate`, for a first start.
         record: for `dynaexq`: file to write the version map of every window to.
         replay: for the drive `recorded`: such a file, to be followed.
-        tier: for `static`: bf16, int8, int4, int3, int2 or int1; default the lowest tier of the store.
+        tier: for `static`, `lru` and `lfu`: bf16, int8, int4, int3, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
         group_size, quantizer: for loading straight from a checkpoint, quantising on the way.
@@ -84,16 +85,9 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError(f"unknown mode '{mode}'; known modes are {', '.join(MODES)}")
         if mode == "full" and tier is not None:
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
-        paired = {"high": high, "low": low, "expert_memory": expert_memory}
+        _check_sizes(mode, tier, expert_memory, {"high": high, "low": low}, tuning)
         maps = {"record": record, "replay": replay}
         adaptive = {"drive": drive != "thread" or None, "state": state, "ranking": ranking, **maps}
-        if mode in PAIRED:
-            if tier is not None:
-                raise OptionError(f"mode '{mode}' takes high and low, not tier")
-            if expert_memory is None:
-                raise OptionError(f"mode '{mode}' needs expert_memory, which says how many experts can be high")
-        else:
-            _refuse(paired | {"tuning": tuning}, mode, "modes 'dynaexq' and 'static-map'")
         if mode != "dynaexq":
             _refuse(adaptive, mode, "mode 'dynaexq'")
         _check_replay(replay, drive)
@@ -129,7 +123,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def make_tuning(self) -> Tuning:
         """The knobs in force. Raises OptionError for unknown, impossible or useless ones."""
-        return make_tuning(self.tuning, "static-map" if self.mode == "static-map" else self.drive)
+        return make_tuning(self.tuning, self.mode if self.mode in ("static-map", *CACHE_POLICIES) else self.drive)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed to `from_pretrained` overrides in the config of a prepared directory."""
@@ -144,6 +138,24 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         for name in STORE_DECIDES:
             if getattr(self, name) is not None:
                 raise OptionError(f"{name} was decided when {where} was prepared; leave it out")
+
+
+def _check_sizes(
+    mode: str, tier: str | None, expert_memory: int | None, pair: dict[str, Any], tuning: dict[str, Any] | None
+) -> None:
+    """Raise OptionError unless tiers and bytes are those that a mode takes."""
+    if mode in CACHE_POLICIES:
+        _refuse(pair, mode, "modes 'dynaexq' and 'static-map'")
+        if expert_memory is None or tier is None:
+            raise OptionError(f"mode '{mode}' needs a tier, and expert_memory, which says how many experts it holds")
+    elif mode in PAIRED:
+        if tier is not None:
+            raise OptionError(f"mode '{mode}' takes high and low, not tier")
+        if expert_memory is None:
+            raise OptionError(f"mode '{mode}' needs expert_memory, which says how many experts can be high")
+    else:
+        useless = pair | {"expert_memory": expert_memory, "tuning": tuning}
+        _refuse(useless, mode, "modes 'dynaexq' and 'static-map'")
 
 
 def _check_replay(replay: str | None, drive: str) -> None:

@@ -82,7 +82,7 @@ class FastModel:
             or named.get("return_dict") is False
             or any(getattr(self._config, name, False) for name in SHOWN_INSIDE)
             or (mask is not None and (mask.ndim != 2 or not bool(mask.all())))
-            or not self.decoder.usable
+            or not self.decoder.can_step(ids.shape[0])
         ):
             return None
         layers = [cache.layers[layer.index] for layer in self.decoder.layers]
@@ -154,6 +154,7 @@ def _agrees(model: Any, layer: nn.Module, fast: NativeLayer, rotary: RotaryTable
             weights=weights.data_ptr(),
             out=out.data_ptr(),
             threads=thread_count(),
+            routed=lambda _: fast.runtime.bring(fast.moe_layer, ids),
         )
         return out
 

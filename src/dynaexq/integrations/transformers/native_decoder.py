@@ -88,10 +88,11 @@ class NativeDecoder:
             head=find_projection(head, self._held),
         )
 
-    @property
-    def usable(self) -> bool:
-        """Whether nobody watches the inside, a window is open, and experts still go through the native kernel."""
-        return self._runtime.in_window and all(layer.usable for layer in self.layers) and not self._watched.changed
+    def can_step(self, sequences: int) -> bool:
+        """Whether nobody watches the inside, a window is open, experts still go through the native kernel, and those of
+        a layer are reachable at once."""
+        free = all(layer.usable for layer in self.layers) and not self._watched.changed
+        return free and self._runtime.in_window and self._runtime.reaches(sequences * self._top_k)
 
     def step(self, tokens: torch.Tensor, sequences: Sequences, caches: list[Cache]) -> torch.Tensor:
         """One token a sequence, int64 [count], within a window: logits, float32 [count, vocabulary].
@@ -112,6 +113,7 @@ class NativeDecoder:
             weights=weights.data_ptr(),
             logits=logits.data_ptr(),
             threads=thread_count(),
+            routed=(lambda place: runtime.bring(self.layers[place].moe_layer, ids[place])) if runtime.cache else None,
         )
         if runtime.listens:
             for layer, chosen, shares in zip(self.layers, ids, weights, strict=True):

@@ -23,9 +23,10 @@ from dynaexq.integrations.transformers.mapped import own_tensors, release_pages
 from dynaexq.integrations.transformers.norms import replace_norms
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
+from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.residency import BudgetTracker, VersionSource
 from dynaexq.runtime import ExpertRuntime
-from dynaexq.serving import Adaptive, Serving, serve_adaptive, serve_map, serve_uniform
+from dynaexq.serving import Adaptive, Serving, serve_adaptive, serve_cached, serve_map, serve_uniform
 from dynaexq.store import Checkpoint, ExpertStore
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
@@ -127,6 +128,9 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
     def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config
         serving = Serving(config.mode, self.source, budget, config.kernel, config.activations, loading_progress.get())
+        if config.mode in CACHE_POLICIES:
+            assert config.expert_memory is not None
+            return serve_cached(serving, self._tier(), config.expert_memory, config.make_tuning())
         if config.mode not in PAIRED:
             return serve_uniform(serving, self._tier())
         tiers = self._tier_pair()

@@ -59,7 +59,7 @@ class SlottedModel:
 
     def decode(self, slots: list[int], pasts: list[int], tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to each sequence: logits [count, vocabulary]."""
-        if self._decoder is not None and self._decoder.usable:
+        if self._decoder is not None and self._decoder.can_step(len(slots)):
             places = torch.tensor(pasts, dtype=torch.int32)
             sequences = Sequences(places, torch.tensor(slots, dtype=torch.int32), places)
             return self._decoder.step(tokens, sequences, self._caches)

@@ -104,12 +104,22 @@ LayerStep make_step(const CacheTuple& cache, const Words& words, std::int64_t* i
   if (format < 0 || format > static_cast<int>(KvFormat::Int8)) throw std::invalid_argument("unknown format of a cache");
   return {{at<void>(keys), at<void>(values), slot_stride, head_stride, static_cast<KvFormat>(format),
            at<float>(key_scales), at<float>(value_scales)},
-          words.data(), ids, weights};
+          words.data(), ids, weights, {}};
+}
+
+// Python's `routed(layer)`, called without the lock that it needs; nothing for None.
+std::function<void()> make_routed(const nb::object& routed, std::size_t layer) {
+  if (routed.is_none()) return {};
+  return [&routed, layer] {
+    nb::gil_scoped_acquire locked;
+    routed(layer);
+  };
 }
 
 void step_layer(const DecoderLayer& layer, const SequencesTuple& sequences, const CacheTuple& cache, Words words,
-                Address hidden, Address ids, Address weights, Address out, int threads) {
-  const LayerStep step = make_step(cache, words, at<std::int64_t>(ids), at<float>(weights));
+                Address hidden, Address ids, Address weights, Address out, int threads, nb::object routed) {
+  LayerStep step = make_step(cache, words, at<std::int64_t>(ids), at<float>(weights));
+  step.routed = make_routed(routed, 0);
   const Sequences call = make_sequences(sequences);
   nb::gil_scoped_release unlocked;
   layer.step(call, step, at<const float>(hidden), at<float>(out), threads);
@@ -117,13 +127,15 @@ void step_layer(const DecoderLayer& layer, const SequencesTuple& sequences, cons
 
 void step_model(const DecoderModel& model, const SequencesTuple& sequences, const std::vector<CacheTuple>& caches,
                 const std::vector<Words>& words, Address tokens, Address ids, Address weights, Address logits,
-                int threads) {
+                int threads, nb::object routed) {
   if (caches.size() != words.size()) throw std::invalid_argument("caches and words are not of one length");
   const Sequences call = make_sequences(sequences);
   const std::ptrdiff_t choices = static_cast<std::ptrdiff_t>(call.count) * model.top_k();
   std::vector<LayerStep> steps;
-  for (std::size_t i = 0; i < caches.size(); ++i)
+  for (std::size_t i = 0; i < caches.size(); ++i) {
     steps.push_back(make_step(caches[i], words[i], at<std::int64_t>(ids) + i * choices, at<float>(weights) + i * choices));
+    steps.back().routed = make_routed(routed, i);
+  }
   nb::gil_scoped_release unlocked;
   model.step(call, at<const std::int64_t>(tokens), steps, at<float>(logits), threads);
 }
@@ -208,7 +220,8 @@ void bind_kernels(nb::module_& m) {
            nb::arg("router"), nb::arg("expert_count"), nb::arg("top_k"), nb::arg("renormalize"), nb::arg("experts"),
            nb::arg("gate"))
       .def("step", &step_layer, nb::kw_only(), nb::arg("sequences"), nb::arg("cache"), nb::arg("words"),
-           nb::arg("hidden"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("threads"));
+           nb::arg("hidden"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("threads"),
+           nb::arg("routed").none());
 
   nb::class_<DecoderModel>(m, "DecoderModel")
       .def("__init__",
@@ -220,7 +233,8 @@ void bind_kernels(nb::module_& m) {
            },
            nb::kw_only(), nb::arg("hidden"), nb::arg("embedding"), nb::arg("layers"), nb::arg("norm"), nb::arg("head"))
       .def("step", &step_model, nb::kw_only(), nb::arg("sequences"), nb::arg("caches"), nb::arg("words"),
-           nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("threads"));
+           nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("threads"),
+           nb::arg("routed").none());
 }
 
 }  // namespace dynaexq

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "attention.hpp"
 #include "experts.hpp"
@@ -21,6 +22,7 @@ struct LayerStep {
   const std::uint64_t* words;  // handles of a pinned window
   std::int64_t* ids;           // [sequences, top_k], written
   float* weights;              // [sequences, top_k], written
+  std::function<void()> routed;  // called when these are, before words are read; may be empty
 };
 
 class DecoderLayer {

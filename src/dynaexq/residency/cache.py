@@ -1,0 +1,168 @@
+"""Experts of which only some are resident: the others are read when a layer needs them, into blocks that others leave.
+
+The mode for models whose lowest tier does not fit (ExpertFlow, section 3), with reads on demand. A forward pass has the
+cache to itself; its words start out pointing nowhere, and an expert is reachable only after `bring` made it resident
+for the very layer that runs, so that no kernel can read a block that has changed hands.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from dynaexq.core import ExpertKey, encode_handle
+from dynaexq.device import Device
+from dynaexq.policy.caching import CachePolicy, Mask, Places, pick_victims
+from dynaexq.residency.arena import READERS, ExpertArena, VersionSource
+from dynaexq.residency.budget import BudgetTracker
+from dynaexq.residency.handles import Words
+from dynaexq.residency.pool import BlockPool
+from dynaexq.residency.transitions import Counters
+
+ABSENT = np.uint64(0xFF << 56)
+"""A handle word of no format: kernels refuse it."""
+
+HIGHEST = 0
+
+
+class CachedExperts(ExpertArena):
+    """Experts at one tier in `capacity` blocks. Called by whoever holds `turn`, but for counters and `handles`."""
+
+    def __init__(
+        self,
+        source: VersionSource,
+        tier: str,
+        capacity: int,
+        policy: CachePolicy,
+        device: Device,
+        budget: BudgetTracker,
+        link_bytes_per_second: float | None = None,
+    ) -> None:
+        """Reserve and allocate; nothing is resident yet. `link_bytes_per_second` slows reads down to a slower link.
+
+        Raises:
+            MemoryLimitError: the blocks do not fit the budget.
+        """
+        super().__init__(source.shape, [source.format(tier)])
+        assert capacity > 0
+        self.tier, self.capacity, self.policy = tier, capacity, policy
+        self.turn = threading.Lock()
+        self.counters = Counters()
+        self.hits = self.misses = 0
+        """Needs of layers for distinct experts that were met by resident ones, and that were not."""
+        self._source, self._link = source, link_bytes_per_second
+        self._block_bytes = self.layouts[HIGHEST].extent_bytes
+        self.pools = [BlockPool(0, self._block_bytes, capacity)]
+        self.allocate(capacity * self._block_bytes, device, budget)
+        size = self.shape.layers * self.shape.experts
+        self._resident: Mask = np.zeros(size, np.bool_)
+        self._blocks: dict[int, int] = {}
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read")
+        for place in range(size):
+            self.handles.publish(place, int(ABSENT))
+
+    def blank_words(self) -> Words:
+        """Words [experts of all layers] through which nothing can be reached, for a forward pass that begins."""
+        return np.full(len(self._resident), ABSENT, np.uint64)
+
+    def split(self, layer: int, ids: Places) -> list[Places]:
+        """The distinct experts among `ids` of a layer, in groups that fit; those that are resident come first."""
+        needed = np.unique(ids)
+        here = self._resident[layer * self.shape.experts + needed]
+        ordered = np.concatenate((needed[here], needed[~here]))
+        return [ordered[start : start + self.capacity] for start in range(0, len(ordered), self.capacity)]
+
+    def bring(self, layer: int, experts: Places, words: Words) -> None:
+        """Make distinct experts of a layer resident, and reachable through its `words` [experts], no others.
+
+        Raises:
+            StoreError, CheckpointError: an expert cannot be read; the cache stays whole.
+        """
+        words[:] = ABSENT
+        self._make_resident(layer * self.shape.experts + experts)
+        for expert in experts.tolist():
+            words[expert] = encode_handle(HIGHEST, self._blocks[layer * self.shape.experts + expert])
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What happens within is in no counter."""
+        before = self.hits, self.misses, replace(self.counters)
+        try:
+            yield
+        finally:
+            self.hits, self.misses, self.counters = before
+
+    def close(self) -> None:
+        """End the readers; the arena stays."""
+        self._readers.shutdown()
+        self._source.close()
+
+    def check_integrity(self) -> None:
+        """Assert that resident experts have blocks of their own, and that observers see them."""
+        taken = set(self._blocks.values())
+        assert len(taken) == len(self._blocks) == self.capacity - self.pools[HIGHEST].free
+        assert set(np.flatnonzero(self._resident).tolist()) == set(self._blocks)
+        assert all(self.pools[HIGHEST].holds(offset) for offset in taken)
+        assert np.array_equal(self.handles.formats() == HIGHEST, self._resident)
+        self.pools[HIGHEST].check_integrity()
+
+    def _make_resident(self, places: Places) -> None:
+        self.policy.note(places)
+        missing = places[~self._resident[places]]
+        self.hits += len(places) - len(missing)
+        self.misses += len(missing)
+        if len(missing):
+            start = time.monotonic()
+            self._make_room(len(missing), places)
+            self._read(missing.tolist(), start)
+            self.counters.waits += 1
+            self.counters.wait_seconds += time.monotonic() - start
+
+    def _make_room(self, count: int, kept: Places) -> None:
+        """Free blocks for `count` experts; those at `kept` stay."""
+        lacking = count - self.pools[HIGHEST].free
+        if lacking <= 0:
+            return
+        evictable = self._resident.copy()
+        evictable[kept] = False
+        for place in pick_victims(self.policy.worth, evictable, lacking).tolist():
+            self.handles.publish(place, int(ABSENT))
+            self._resident[place] = False
+            self.pools[HIGHEST].give_back(self._blocks.pop(place))
+            self.counters.evictions += 1
+
+    def _read(self, places: list[int], start: float) -> None:
+        """Read experts into free blocks, several at a time. The first failure is raised when all have ended."""
+        offsets = [self.pools[HIGHEST].take() for _ in places]
+        if len(places) == 1:
+            failures = [self._read_one(places[0], offsets[0])]
+        else:
+            failures = list(self._readers.map(self._read_one, places, offsets))
+        for place, offset, failure in zip(places, offsets, failures, strict=True):
+            assert offset is not None
+            if failure is not None:
+                self.pools[HIGHEST].give_back(offset)
+                self.counters.failed += 1
+                continue
+            self._blocks[place], self._resident[place] = offset, True
+            self.handles.publish(place, encode_handle(HIGHEST, offset))
+            self.counters.bytes_moved += self._block_bytes
+        if failed := next((failure for failure in failures if failure is not None), None):
+            raise failed
+        if self._link is not None:
+            time.sleep(max(0.0, start + len(places) * self._block_bytes / self._link - time.monotonic()))
+
+    def _read_one(self, place: int, offset: int | None) -> Exception | None:
+        assert offset is not None
+        key = ExpertKey(*divmod(place, self.shape.experts))
+        try:
+            self._source.read_into(key, self.tier, self.arena.host_view(offset, self._block_bytes))
+        except Exception as error:  # any of them is the read's own, and raised once the others have ended
+            return error
+        return None

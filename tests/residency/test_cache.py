@@ -1,0 +1,152 @@
+"""A cache of experts, whatever is asked of it and whatever fails: reachable bytes are those of the expert asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dynaexq.core import ExpertKey, MemoryLimitError, StoreError, decode_handle
+from dynaexq.device import CpuDevice
+from dynaexq.device.base import Bytes
+from dynaexq.formats import ExpertFormat, tier_format
+from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.residency import BudgetTracker
+from dynaexq.residency.cache import ABSENT, CachedExperts
+from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
+from dynaexq.store.layer_file import layer_path
+from support.files import flip_byte, silent
+from support.sources import SHAPE, RandomSource
+
+EVERYONE = len(SHAPE.expert_keys())
+ids = st.lists(st.integers(0, SHAPE.experts - 1), min_size=1, max_size=8)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Layers ask for experts, some of which cannot be read."""
+
+    @initialize(capacity=st.integers(1, EVERYONE), policy=st.sampled_from(sorted(CACHE_POLICIES)))
+    def begin(self, capacity: int, policy: str) -> None:
+        self.broken: set[ExpertKey] = set()
+        self.cache = CachedExperts(
+            self,
+            "int4",
+            capacity,
+            CACHE_POLICIES[policy](EVERYONE),
+            CpuDevice(),
+            BudgetTracker(1 << 24),  # type: ignore[arg-type]
+        )
+
+    # the source
+    shape, sensitivity, fingerprint = SHAPE, None, "f"
+
+    def format(self, tier: str) -> ExpertFormat:
+        return tier_format(tier, 32)
+
+    def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
+        destination[:] = 255  # poison, as half a read leaves
+        if key in self.broken:
+            raise StoreError(f"{key} cannot be read")
+        destination[:] = SHAPE.index(key)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @rule(layer=st.integers(0, SHAPE.layers - 1), chosen=ids)
+    def forward(self, layer: int, chosen: list[int]) -> None:
+        words = self.cache.blank_words()[: SHAPE.experts]
+        wanted, seen, failed = set(chosen), set(), False
+        for group in self.cache.split(layer, np.array(chosen)):
+            assert 0 < len(group) <= self.cache.capacity
+            try:
+                self.cache.bring(layer, group, words)
+            except StoreError:
+                failed = True
+                assert {ExpertKey(layer, int(each)) for each in group} & self.broken
+                break
+            for expert, word in enumerate(words.tolist()):
+                if expert in group:
+                    offset = decode_handle(word).offset
+                    block = self.cache.arena.host_view(offset, self.cache.pools[0].block_bytes)
+                    assert (block == SHAPE.index(ExpertKey(layer, expert))).all()
+                else:
+                    assert word == ABSENT
+            seen |= set(group.tolist())
+        assert failed or seen == wanted
+
+    @rule(key=st.sampled_from(SHAPE.expert_keys()))
+    def spoil(self, key: ExpertKey) -> None:
+        self.broken.add(key)
+
+    @precondition(lambda self: self.broken)
+    @rule()
+    def mend(self) -> None:
+        self.broken.clear()
+
+    @invariant()
+    def is_whole(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCache = CacheMachine.TestCase
+
+
+@pytest.fixture
+def store(random_source: RandomSource, tmp_path: Path) -> ExpertStore:
+    prepare_store(random_source, tmp_path / "store", PrepareOptions(("int4",), 32, "rtn"), silent)
+    opened = ExpertStore.open(tmp_path / "store")
+    opened.require_tier("int4")
+    return opened
+
+
+def make_cache(store: ExpertStore, capacity: int, limit: int = 1 << 24) -> CachedExperts:
+    policy = CACHE_POLICIES["lru"](EVERYONE)
+    return CachedExperts(store, "int4", capacity, policy, CpuDevice(), BudgetTracker(limit))
+
+
+def test_a_damaged_expert_is_an_error_and_never_reachable(store: ExpertStore) -> None:
+    flip_byte(layer_path(store.root, 0, "int4"), 5000)
+    cache, words = make_cache(store, 4), np.full(SHAPE.experts, ABSENT, np.uint64)
+    failures = 0
+    for expert in range(SHAPE.experts):
+        try:
+            cache.bring(0, np.array([expert]), words)
+        except StoreError:
+            failures += 1
+            assert (words == ABSENT).all()
+        cache.check_integrity()
+    assert failures == cache.counters.failed == 1
+    cache.close()
+
+
+def test_nothing_is_held_beyond_the_budget(store: ExpertStore) -> None:
+    extent = store.manifest.tiers["int4"].extent_bytes
+    with pytest.raises(MemoryLimitError):
+        make_cache(store, 3, 3 * extent - 1)
+    cache = make_cache(store, 3, 3 * extent)
+    assert cache.expert_bytes == 3 * extent
+    cache.close()
+
+
+def test_counters_say_what_happened(store: ExpertStore) -> None:
+    cache, words = make_cache(store, 2), np.full(SHAPE.experts, ABSENT, np.uint64)
+    cache.bring(0, np.array([0, 1]), words)
+    cache.bring(0, np.array([1]), words)
+    cache.bring(1, np.array([0]), words)
+    extent = store.manifest.tiers["int4"].extent_bytes
+    assert (cache.hits, cache.misses, cache.counters.evictions, cache.counters.bytes_moved) == (1, 3, 1, 3 * extent)
+    assert cache.counters.waits == 2 and cache.counters.wait_seconds > 0
+    with cache.uncounted():
+        cache.bring(1, np.array([1]), words)
+    assert cache.misses == 3
+    cache.close()

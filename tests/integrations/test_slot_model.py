@@ -188,3 +188,23 @@ def test_kept_dtypes_are_checked() -> None:
     for name, message in (("int3", "unknown kv-dtype 'int3'"), ("float32", "wider than the model's")):
         with pytest.raises(OptionError, match=message):
             kept_dtype(name, torch.bfloat16)
+
+
+def test_long_sequences_decode_some_at_a_time_to_the_same_bits(tmp_path: Path) -> None:
+    """Copies for attention are bounded: of one full sequence in four."""
+    model = load(write_checkpoint(tmp_path / "checkpoint"), mode="full", kernel="reference", activations="fp32")
+    slotted = SlottedModel(model, slots=8, room=40)
+    assert slotted._parts([9] * 8) == [slice(0, 8)] and slotted._parts([38] * 5) == [
+        slice(0, 2), slice(2, 4), slice(4, 5)
+    ]  # fmt: skip
+    assert slotted._parts([1, 38, 1, 38, 38]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    with torch.inference_mode():
+        for slot in range(8):
+            with slotted.window(True, ()):
+                slotted.prefill(slot, 0, torch.arange(3 + slot, 33 + slot))
+        everyone, tokens = list(range(8)), torch.arange(50, 58)
+        with slotted.window(False, ()):
+            found = slotted.decode(everyone, [30] * 8, tokens)
+        for slot in everyone:
+            with slotted.window(False, ()):
+                assert torch.allclose(slotted.decode([slot], [30], tokens[slot : slot + 1])[0], found[slot], atol=1e-5)

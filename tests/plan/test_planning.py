@@ -79,7 +79,7 @@ def test_keys_and_values_by_hand(name: str, layers: int, by_token: int) -> None:
     assert profile.kv_width == layers * by_token
     work = Workload(1, 1000, 3, 1, 2, True, kv_element_bytes=2)
     short, long = (fixed_parts(profile, replace(work, context=each), 0)["KV cache"] for each in (1000, 2000))
-    numbers = 3 * 1000 * 2 * (layers + 1) * by_token  # and copies of one layer's
+    numbers = 3 * 1000 * 2 * layers * by_token + 1000 * 2 * by_token  # and copies of one layer's, of one in four
     if name == "gpt-oss-120b":  # attends eagerly, to keys and values repeated for all 64 heads of 64
         numbers += 1000 * 2 * 2 * 64 * 64
     assert long - short == numbers and (short > numbers) is (profile.state_elements > 0)
@@ -90,7 +90,7 @@ def test_the_worked_example_of_expertflow_adds_up() -> None:
     parts = {"resident experts": 3 * 7.0, "one load": 7.0, "KV cache": 4.0, "activations": 2.0, "framework": 1.5}
     assert sum(parts.values()) == 35.5
     kv = fixed_parts(profile_of(), Workload(1, 4096, 4, 1, 4, True), 0)["KV cache"]
-    assert kv == (4096 * 4) * (4 * 1024 + 4 * 1024)
+    assert kv == 4096 * (4 * 4 * 1024 + 4 * 1024)
 
 
 def profile_of(**changes: Any) -> ModelProfile:

@@ -118,7 +118,7 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
     if work.kv_cache:
         by_token = profile.kv_width * work.kv_element_bytes + profile.kv_vectors * work.kv_scale_bytes
         seen_by_attention = profile.kv_width * element // max(1, profile.kv_layers)  # copies, one layer's at a time
-        kv_cache = (by_token + seen_by_attention) * work.context * work.sequences
+        kv_cache = (by_token * work.sequences + seen_by_attention * gathered(work.sequences)) * work.context
         if profile.eager_attention_heads:
             kv_cache += 2 * profile.attention_width * element * work.context  # again, for every head
         state = profile.state_elements * work.sequences * 4
@@ -141,6 +141,11 @@ def fixed_parts(profile: ModelProfile, work: Workload, process_bytes: int) -> di
         + int(OVERHEAD_SHARE * dense)
         + OVERHEAD_PER_EXPERT * profile.shape.layers * profile.shape.experts,
     }
+
+
+def gathered(sequences: int) -> int:
+    """Of how many full sequences attention takes copies at once, where it takes any: a fourth, the others wait."""
+    return -(-sequences // 4)
 
 
 def dense_bytes(profile: ModelProfile, work: Workload) -> int:

@@ -15,6 +15,7 @@ from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.native_decoder import Cache, NativeDecoder, Sequences
 from dynaexq.integrations.transformers.quantizer import runtime_of
 from dynaexq.integrations.transformers.slot_cache import SlotCache
+from dynaexq.plan.memory import gathered
 from dynaexq.traffic.recorder import TokenRun
 
 WHOLE_PROMPTS = {"jamba"}
@@ -63,6 +64,19 @@ class SlottedModel:
             places = torch.tensor(pasts, dtype=torch.int32)
             sequences = Sequences(places, torch.tensor(slots, dtype=torch.int32), places)
             return self._decoder.step(tokens, sequences, self._caches)
+        return torch.cat([self._decode_some(slots[part], pasts[part], tokens[part]) for part in self._parts(pasts)])
+
+    def _parts(self, pasts: list[int]) -> list[slice]:
+        """Sequences in a row whose keys and values together are no longer than what is planned to be copied."""
+        most, start, longest, parts = gathered(self.slots) * self.room, 0, 0, []
+        for place, past in enumerate(pasts):
+            longest = max(longest, past + 1)
+            if (place + 1 - start) * longest > most:
+                parts.append(slice(start, place))
+                start, longest = place, past + 1
+        return [*parts, slice(start, len(pasts))]
+
+    def _decode_some(self, slots: list[int], pasts: list[int], tokens: torch.Tensor) -> torch.Tensor:
         self._cache.describe_step(slots, pasts)
         return self._forward(tokens.unsqueeze(1), torch.tensor(pasts).unsqueeze(1), 1)[:, 0]
 

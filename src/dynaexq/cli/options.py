@@ -32,14 +32,15 @@ ModeOption = Annotated[
     typer.Option(
         help="full: every expert at the highest tier; static: at --tier; uniform: at the best tier that fits; dynaexq: "
         "router traffic decides which experts get which tier; static-map: as --map says, for good; "
-        "auto: what fits best. To compare: blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain "
+        "auto: what fits best; lru, lfu: some experts at --tier, the others read when they are needed. To compare: blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain "
         "top-n)."
     ),
 ]
 TierOption = Annotated[
     str | None,
     typer.Option(
-        help=f"With --mode static: {', '.join(name for name in TIERS if not base_tier(name))}.", show_default=False
+        help=f"With --mode static, lru or lfu: {', '.join(name for name in TIERS if not base_tier(name))}.",
+        show_default=False,
     ),
 ]
 MemoryOption = Annotated[

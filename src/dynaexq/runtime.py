@@ -149,9 +149,9 @@ class ExpertRuntime:
         """How many experts a cache holds, and which share of needs it met; None where all experts are resident."""
         if self.cache is None:
             return None
-        hits, misses = self.cache.hits, self.cache.misses
+        hits, misses = self.cache.map.hits, self.cache.map.misses
         return {
-            "capacity": self.cache.capacity,
+            "capacity": self.cache.map.capacity,
             "hits": hits,
             "misses": misses,
             "hit_rate": hits / max(1, hits + misses),
@@ -254,7 +254,7 @@ class ExpertRuntime:
 
     def reaches(self, choices: int) -> bool:
         """Whether all experts of a layer that `choices` routed choices name are reachable at once."""
-        return self.cache is None or min(choices, self.experts.shape.experts) <= self.cache.capacity
+        return self.cache is None or min(choices, self.experts.shape.experts) <= self.cache.map.capacity
 
     def bring(self, layer: int, ids: torch.Tensor) -> None:
         """Make the experts that a router chose, ids [tokens, top_k], reachable through this window's words; all are,

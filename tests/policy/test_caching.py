@@ -6,25 +6,35 @@ import numpy as np
 import pytest
 
 from dynaexq.policy import caching
-from dynaexq.policy.caching import LeastFrequent, LeastRecent, pick_victims
+from dynaexq.policy.caching import CacheMap, CachePolicy, LeastFrequent, LeastRecent
+
+
+def leaves(policy: CachePolicy, resident: list[int], needed: int) -> list[int]:
+    """Who leaves a full cache for somebody else."""
+    cache = CacheMap(len(policy.worth), len(resident), policy)
+    cache.admit(np.array(resident))
+    missing, victims = cache.need(np.array([needed]))
+    assert missing.tolist() == [needed]
+    return sorted(victims.tolist())
 
 
 def test_who_was_needed_last_stays() -> None:
     policy = LeastRecent(5)
     for place in (3, 1, 4, 3):
         policy.note(np.array([place]))
-    assert pick_victims(policy.worth, np.array([False, True, False, True, True]), 2).tolist() == [1, 4]
+    assert leaves(policy, [1, 3, 4], 0) == [1]
+    assert leaves(policy, [3, 4], 1) == [4]
 
 
 def test_who_was_needed_often_stays_until_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "HALF_LIFE", 4)
-    policy, both = LeastFrequent(2), np.array([True, True])
+    policy = LeastFrequent(3)
     for place in (0, 0, 0, 1):
         policy.note(np.array([place]))
-    assert pick_victims(policy.worth, both, 1).tolist() == [1]
+    assert leaves(policy, [0, 1], 2) == [1]
     for _ in range(3):
         policy.note(np.array([1]))
-    assert pick_victims(policy.worth, both, 1).tolist() == [0]
+    assert leaves(policy, [0, 1], 2) == [0]
 
 
 def test_weights_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +44,11 @@ def test_weights_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
         policy.note(np.array([0] if number % 2 else [0, 1]))
         assert np.isfinite(policy.worth).all()
     assert policy.worth[0] > policy.worth[1] > policy.worth[2]
+
+
+def test_needs_beyond_the_capacity_are_split_residents_first() -> None:
+    cache = CacheMap(8, 3, LeastRecent(8))
+    cache.admit(np.array([6, 2]))
+    groups = [group.tolist() for group in cache.split(np.array([0, 2, 3, 6, 7]))]
+    assert groups == [[2, 6, 0], [3, 7]]
+    assert [group.tolist() for group in cache.split(np.array([1, 6]))] == [[1, 6]]

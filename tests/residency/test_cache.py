@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         words = self.cache.blank_words()[: SHAPE.experts]
         wanted, seen, failed = set(chosen), set(), False
         for group in self.cache.split(layer, np.array(chosen)):
-            assert 0 < len(group) <= self.cache.capacity
+            assert 0 < len(group) <= self.cache.map.capacity
             try:
                 self.cache.bring(layer, group, words)
             except StoreError:
@@ -144,9 +144,14 @@ def test_counters_say_what_happened(store: ExpertStore) -> None:
     cache.bring(0, np.array([1]), words)
     cache.bring(1, np.array([0]), words)
     extent = store.manifest.tiers["int4"].extent_bytes
-    assert (cache.hits, cache.misses, cache.counters.evictions, cache.counters.bytes_moved) == (1, 3, 1, 3 * extent)
+    assert (cache.map.hits, cache.map.misses, cache.counters.evictions, cache.counters.bytes_moved) == (
+        1,
+        3,
+        1,
+        3 * extent,
+    )
     assert cache.counters.waits == 2 and cache.counters.wait_seconds > 0
     with cache.uncounted():
         cache.bring(1, np.array([1]), words)
-    assert cache.misses == 3
+    assert cache.map.misses == 3
     cache.close()

@@ -31,9 +31,9 @@ ModeOption = Annotated[
     str,
     typer.Option(
         help="full: every expert at the highest tier; static: at --tier; uniform: at the best tier that fits; dynaexq: "
-        "router traffic decides which experts get which tier; static-map: as --map says, for good; "
-        "auto: what fits best; lru, lfu: some experts at --tier, the others read when they are needed. To compare: blocking (dynaexq, waiting for each move), no-hysteresis (dynaexq, plain "
-        "top-n)."
+        "router traffic decides which experts get which tier; static-map: as --map says, for good; auto: what fits "
+        "best; lru, lfu: some experts at --tier, the others read when they are needed. To compare: blocking (dynaexq, "
+        "waiting for each move), no-hysteresis (dynaexq, plain top-n)."
     ),
 ]
 TierOption = Annotated[

@@ -57,8 +57,47 @@ class LeastFrequent:
 CACHE_POLICIES: dict[str, Callable[[int], CachePolicy]] = {"lru": LeastRecent, "lfu": LeastFrequent}
 
 
-def pick_victims(worth: Scores, evictable: Mask, count: int) -> Places:
-    """The `count` of those that are `evictable` that are worth least; of equals the first."""
-    found = np.flatnonzero(evictable)
-    assert len(found) >= count, "a cache holds more than a layer needs at once"
-    return found[np.argsort(worth[found], kind="stable")[:count]]
+class CacheMap:
+    """Who is resident in a cache of `capacity` experts, and who leaves for whom: pure, for engine and simulator."""
+
+    def __init__(self, size: int, capacity: int, policy: CachePolicy) -> None:
+        """Of `size` experts none is resident yet."""
+        assert capacity > 0
+        self.capacity, self.policy = capacity, policy
+        self.resident: Mask = np.zeros(size, np.bool_)
+        self.hits = self.misses = 0
+        """Needs of layers for distinct experts that were met by resident ones, and that were not."""
+        self._held = 0
+
+    def split(self, places: Places) -> list[Places]:
+        """Distinct experts that a layer needs, in groups that fit; those that are resident come first."""
+        if len(places) <= self.capacity:
+            return [places]
+        here = self.resident[places]
+        ordered = np.concatenate((places[here], places[~here]))
+        return [ordered[start : start + self.capacity] for start in range(0, len(ordered), self.capacity)]
+
+    def need(self, places: Places) -> tuple[Places, Places]:
+        """A layer needs distinct experts, no more than fit: who is missing, and who has left to make room for them.
+
+        `admit` must follow for those that came.
+        """
+        self.policy.note(places)
+        missing = places[~self.resident[places]]
+        self.hits += len(places) - len(missing)
+        self.misses += len(missing)
+        lacking = self._held + len(missing) - self.capacity
+        if lacking <= 0:
+            return missing, missing[:0]
+        worth = np.where(self.resident, self.policy.worth, np.inf)
+        worth[places] = np.inf
+        victims = np.argpartition(worth, lacking - 1)[:lacking]
+        assert worth[victims].max() < np.inf, "a cache holds more than a layer needs at once"
+        self.resident[victims] = False
+        self._held -= lacking
+        return missing, victims
+
+    def admit(self, places: Places) -> None:
+        """Experts have become resident."""
+        self.resident[places] = True
+        self._held += len(places)

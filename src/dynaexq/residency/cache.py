@@ -18,7 +18,7 @@ import numpy as np
 
 from dynaexq.core import ExpertKey, encode_handle
 from dynaexq.device import Device
-from dynaexq.policy.caching import CachePolicy, Mask, Places, pick_victims
+from dynaexq.policy.caching import CacheMap, CachePolicy, Places
 from dynaexq.residency.arena import READERS, ExpertArena, VersionSource
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import Words
@@ -51,17 +51,14 @@ class CachedExperts(ExpertArena):
         """
         super().__init__(source.shape, [source.format(tier)])
         assert capacity > 0
-        self.tier, self.capacity, self.policy = tier, capacity, policy
+        size = self.shape.layers * self.shape.experts
+        self.tier, self.map = tier, CacheMap(size, capacity, policy)
         self.turn = threading.Lock()
         self.counters = Counters()
-        self.hits = self.misses = 0
-        """Needs of layers for distinct experts that were met by resident ones, and that were not."""
         self._source, self._link = source, link_bytes_per_second
         self._block_bytes = self.layouts[HIGHEST].extent_bytes
         self.pools = [BlockPool(0, self._block_bytes, capacity)]
         self.allocate(capacity * self._block_bytes, device, budget)
-        size = self.shape.layers * self.shape.experts
-        self._resident: Mask = np.zeros(size, np.bool_)
         self._blocks: dict[int, int] = {}
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read")
         for place in range(size):
@@ -69,14 +66,12 @@ class CachedExperts(ExpertArena):
 
     def blank_words(self) -> Words:
         """Words [experts of all layers] through which nothing can be reached, for a forward pass that begins."""
-        return np.full(len(self._resident), ABSENT, np.uint64)
+        return np.full(len(self.map.resident), ABSENT, np.uint64)
 
     def split(self, layer: int, ids: Places) -> list[Places]:
         """The distinct experts among `ids` of a layer, in groups that fit; those that are resident come first."""
-        needed = np.unique(ids)
-        here = self._resident[layer * self.shape.experts + needed]
-        ordered = np.concatenate((needed[here], needed[~here]))
-        return [ordered[start : start + self.capacity] for start in range(0, len(ordered), self.capacity)]
+        first = layer * self.shape.experts
+        return [group - first for group in self.map.split(first + np.unique(ids))]
 
     def bring(self, layer: int, experts: Places, words: Words) -> None:
         """Make distinct experts of a layer resident, and reachable through its `words` [experts], no others.
@@ -92,11 +87,11 @@ class CachedExperts(ExpertArena):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What happens within is in no counter."""
-        before = self.hits, self.misses, replace(self.counters)
+        before = self.map.hits, self.map.misses, replace(self.counters)
         try:
             yield
         finally:
-            self.hits, self.misses, self.counters = before
+            self.map.hits, self.map.misses, self.counters = before
 
     def close(self) -> None:
         """End the readers; the arena stays."""
@@ -106,36 +101,23 @@ class CachedExperts(ExpertArena):
     def check_integrity(self) -> None:
         """Assert that resident experts have blocks of their own, and that observers see them."""
         taken = set(self._blocks.values())
-        assert len(taken) == len(self._blocks) == self.capacity - self.pools[HIGHEST].free
-        assert set(np.flatnonzero(self._resident).tolist()) == set(self._blocks)
+        assert len(taken) == len(self._blocks) == self.map.capacity - self.pools[HIGHEST].free
+        assert set(np.flatnonzero(self.map.resident).tolist()) == set(self._blocks)
         assert all(self.pools[HIGHEST].holds(offset) for offset in taken)
-        assert np.array_equal(self.handles.formats() == HIGHEST, self._resident)
+        assert np.array_equal(self.handles.formats() == HIGHEST, self.map.resident)
         self.pools[HIGHEST].check_integrity()
 
     def _make_resident(self, places: Places) -> None:
-        self.policy.note(places)
-        missing = places[~self._resident[places]]
-        self.hits += len(places) - len(missing)
-        self.misses += len(missing)
+        start = time.monotonic()
+        missing, victims = self.map.need(places)
+        for place in victims.tolist():
+            self.handles.publish(place, int(ABSENT))
+            self.pools[HIGHEST].give_back(self._blocks.pop(place))
+        self.counters.evictions += len(victims)
         if len(missing):
-            start = time.monotonic()
-            self._make_room(len(missing), places)
             self._read(missing.tolist(), start)
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - start
-
-    def _make_room(self, count: int, kept: Places) -> None:
-        """Free blocks for `count` experts; those at `kept` stay."""
-        lacking = count - self.pools[HIGHEST].free
-        if lacking <= 0:
-            return
-        evictable = self._resident.copy()
-        evictable[kept] = False
-        for place in pick_victims(self.policy.worth, evictable, lacking).tolist():
-            self.handles.publish(place, int(ABSENT))
-            self._resident[place] = False
-            self.pools[HIGHEST].give_back(self._blocks.pop(place))
-            self.counters.evictions += 1
 
     def _read(self, places: list[int], start: float) -> None:
         """Read experts into free blocks, several at a time. The first failure is raised when all have ended."""
@@ -150,9 +132,10 @@ class CachedExperts(ExpertArena):
                 self.pools[HIGHEST].give_back(offset)
                 self.counters.failed += 1
                 continue
-            self._blocks[place], self._resident[place] = offset, True
+            self._blocks[place] = offset
             self.handles.publish(place, encode_handle(HIGHEST, offset))
             self.counters.bytes_moved += self._block_bytes
+        self.map.admit(np.array([place for place in places if place in self._blocks], np.int64))
         if failed := next((failure for failure in failures if failure is not None), None):
             raise failed
         if self._link is not None:

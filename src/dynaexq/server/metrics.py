@@ -89,9 +89,13 @@ class _State(Collector):
         for name, value in vars(runtime.counters).items():
             yield CounterMetricFamily(f"dynaexq_{name}", "Transitions of expert versions", value=float(value))
         if runtime.cache:
-            yield CounterMetricFamily("dynaexq_cache_hits", "Experts that were there", value=float(runtime.cache.hits))
-            yield CounterMetricFamily("dynaexq_cache_misses", "Experts read on need", value=float(runtime.cache.misses))
-            yield _gauge("cache_blocks", "Experts that can be resident", runtime.cache.capacity)
+            yield CounterMetricFamily(
+                "dynaexq_cache_hits", "Experts that were there", value=float(runtime.cache.map.hits)
+            )
+            yield CounterMetricFamily(
+                "dynaexq_cache_misses", "Experts read on need", value=float(runtime.cache.map.misses)
+            )
+            yield _gauge("cache_blocks", "Experts that can be resident", runtime.cache.map.capacity)
         yield from self._resident()
         if (shares := runtime.shares) is not None:
             tiers = (fmt.name for fmt in runtime.experts.formats)

@@ -18,3 +18,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("-o", str(root), "--tiers", "int2,bf16", "--quantizer", "rtn")
     assert CliRunner().invoke(app, ["prepare", str(EMBEDDED_MODEL), *options]).exit_code == 0
     return root
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of the embedded model."""
+    path = tmp_path_factory.mktemp("recorded") / "run.parquet"
+    options = ("--prompt", "reverse: a b c d", "--max-new-tokens", "24", "--record", str(path))
+    assert CliRunner().invoke(app, ["generate", "--demo", *options]).exit_code == 0
+    return path

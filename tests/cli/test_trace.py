@@ -1,4 +1,4 @@
-"""`dynaexq trace` and `dynaexq simulate`: from a recorded run to settings that can be used."""
+"""`dynaexq trace`: recorded runs, looked at, cut, put together and made up."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ import pytest
 
 from cli.test_cli import refuse, run
 from dynaexq.traffic.trace import TraceReader
-
-COMPUTE = ("--compute", "start=1,token=0.1,read=10")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recorded") / "run.parquet"
-    run("generate", "--demo", "--prompt", "reverse: a b c d", "--max-new-tokens", "24", "--record", str(path))
-    return path
 
 
 def test_a_run_is_recorded_and_looked_at(recorded: Path, tmp_path: Path) -> None:
@@ -80,55 +71,8 @@ def test_what_is_no_list_of_ids_is_refused(name: str, text: str, words: str, tmp
     assert words in " ".join(result.stderr.split()) and not (tmp_path / "t.parquet").exists()
 
 
-def test_a_recorded_run_is_simulated(recorded: Path) -> None:
-    result = json.loads(
-        run("simulate", str(recorded), "--high", "int8", "--low", "int2", "--expert-memory", "12M", "--link", "1",
-            *COMPUTE, "--json", "-").stdout
-    )  # fmt: skip
-    assert result["tokens"] == TraceReader.open(recorded).tokens and result["expert_bytes"] <= 12 << 20
-    assert 0 < result["raised"] < 1 and result["ttft"]["mean"] > 0 and result["costs"]["decode"]["start"] == 0.001
-    shown = run("simulate", str(recorded), "--mode", "static", "--tier", "int4", *COMPUTE).stdout
-    assert "int4 100.0 %" in shown and "0 promotions" in shown
-
-
-def test_a_sweep_goes_on_where_it_ended_and_gives_configurations(recorded: Path, tmp_path: Path) -> None:
-    results, configs = tmp_path / "runs.jsonl", tmp_path / "best"
-    common = ["simulate", str(recorded), "--high", "int8", "--low", "int2", "--link", "1", *COMPUTE, "--jobs", "1"]
-    common += ["--results", str(results), "--sweep", "expert-memory=5M,8M,12M"]
-    first = run(*common)
-    assert "below the floor" in first.stderr and len(results.read_text().splitlines()) == 4
-    before = results.read_text().splitlines()[1:]
-    more = run(*common, "--sweep", "alpha=0.5,0.9", "--configs", str(configs), "--json", str(tmp_path / "s.json"))
-    assert "expert-memory=12M, alpha=0." in more.stdout
-    assert len(results.read_text().splitlines()) == 10 and results.read_text().splitlines()[1:4] == before
-    whole = json.loads((tmp_path / "s.json").read_text())
-    assert len(whole["runs"]) == 6 and 0 < len(whole["front"]) <= 4
-    best = json.loads((configs / "best-1.json").read_text())
-    assert best["expert_memory"] == "12M" and best["high"] == "int8" and best["tune"][0].startswith("alpha=")
-    chosen = ("--config", str(configs / "best-1.json"))
-    assert (
-        json.loads(run("generate", "--demo", "--prompt", "copy: a b", *chosen, "--json", "-").stdout)["mode"]
-        == "dynaexq"
-    )
-    slower = [each.replace("start=1", "start=2") for each in common]
-    assert "of a sweep over another trace" in " ".join(run(*slower, code=5).stderr.split())
-
-
 def test_refusals(recorded: Path, tmp_path: Path) -> None:
-    base = ("simulate", str(recorded), "--high", "int8", "--low", "int2", "--expert-memory", "12M")
-    static = ("--mode", "static", "--tier", "int4", *COMPUTE)
-    linked = (*base, *COMPUTE, "--link", "1")
     for arguments, code, words in (
-        ((*base, *COMPUTE), 2, "say --link GB/s, or --probe FILE"),
-        ((*base, *COMPUTE, "--link", "0"), 2, "gigabytes per second"),
-        ((*base, "--link", "1", "--compute", "fast"), 2, "--compute fast"),
-        ((*linked, "--sweep", "speed=1"), 2, "write NAME=VALUE"),
-        ((*linked, "--sweep", "alpha=2"), 2, "alpha 2.0 is not in"),
-        ((*linked, "--results", "x"), 2, "--results goes with --sweep"),
-        ((*linked, "--fit", str(recorded)), 2, "--fit does nothing beside --compute"),
-        ((*linked, "--expert", "64x32", "--store", "x"), 2, "--expert does nothing beside --store"),
-        (("simulate", str(tmp_path / "no.parquet"), *static), 5, "not there"),
-        (("simulate", str(recorded), *static, "--high", "int8"), 2, "--high does"),
         (("trace", "merge", str(recorded), "-o", str(tmp_path / "x.parquet")), 2, "at least two"),
         (("trace", "slice", str(recorded), "-o", str(tmp_path / "x.parquet")), 2, "say which part"),
         (("trace", "slice", str(recorded), "-o", str(recorded), "--tokens", "3"), 2, "same file"),

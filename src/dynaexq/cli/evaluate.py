@@ -43,7 +43,7 @@ def evaluate(
 
       dynaexq evaluate ./store --mode static --tier int2 --text notes.txt --max-tokens 20000 --json -
     """
-    check_json_target(json_target, text, *request.options.files)
+    check_json_target(json_target, text, *request.files)
     if "prefill_weight" in request.options.tune:
         raise OptionError("prefill_weight does nothing in `evaluate`, where every pass is a prefill; leave it out")
     model, options = request.model, request.options

@@ -61,7 +61,7 @@ def generate(
 
       dynaexq generate ./store --mode static --tier int4 --prompt-file question.txt --json result.json
     """
-    check_json_target(json_target, prompt_file, *request.options.files)
+    check_json_target(json_target, prompt_file, *request.files)
     useless = [name for name, given in (("--top-p", top_p != 1.0), ("--seed", seed is not None)) if given]
     if temperature == 0 and useless:
         raise OptionError(f"{' and '.join(useless)} would do nothing at temperature 0; give --temperature")

@@ -136,6 +136,12 @@ class Request:
 
     model: str
     options: LaunchOptions
+    config: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path | None, ...]:
+        """Files that its options name, which nothing else may overwrite."""
+        return self.config, *self.options.files
 
 
 def read_request(
@@ -209,9 +215,9 @@ def takes_request(drive: str) -> Callable[[Callable[..., None]], Callable[..., N
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            del values["config"]  # it has become the defaults of the others
+            config = values.pop("config")  # it has become the defaults of the others
             chosen = {name: values.pop(name) for name in shared}
-            command(**values, request=read_request(**chosen, drive=drive))
+            command(**values, request=replace(read_request(**chosen, drive=drive), config=config))
 
         config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
         parameters = {"model": shared["model"], **own, **shared, "config": config}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -75,6 +76,27 @@ def check_output(option: str, path: Path, *others: Path | None) -> None:
             raise OptionError(f"{option} {path}: the same file is given for another option")
     except (OSError, RuntimeError) as error:  # names too long, loops of links
         raise OptionError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
+    """Check the files that options write (`-`: stdout): none may be another's, or one that is read.
+
+    Raises:
+        OptionError: see check_output and, of `--plot`, check_picture.
+    """
+    written = {option: Path(path) for option, path in outputs.items() if path is not None and path != "-"}
+    for option, path in written.items():
+        if option == "--plot":
+            check_picture(option, path)
+        check_output(option, path, *(other for name, other in written.items() if name != option), *inputs)
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raise OptionError unless a picture can be drawn into such a file."""
+    if path.suffix not in (".png", ".svg"):
+        raise OptionError(f"{option} {path}: name a file that ends in .png or .svg")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError(f"{option}: pictures need matplotlib: pip install 'dynaexq[bench]'")
 
 
 def write_json(target: str, result: dict[str, Any]) -> None:

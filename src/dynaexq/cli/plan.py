@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from dynaexq.cli.options import ContextOption, JsonOption, KvDtypeOption, Request, takes_request
-from dynaexq.cli.output import check_json_target, check_output, reports_errors, write_json
+from dynaexq.cli.output import check_outputs, reports_errors, write_json
 from dynaexq.cli.plan_view import describe_outlook, print_outlook
 from dynaexq.core import MemoryLimitError, OptionError
 from dynaexq.engine import EngineOptions
@@ -68,9 +68,8 @@ def plan(
 
       dynaexq plan ./store --memory 12G --trace run.parquet --probe probe.json --json plan.json
     """
-    check_json_target(json_target, trace, profile, probe, picture)
-    if picture is not None:
-        check_output("--plot", picture, trace, profile, probe)
+    inputs = (trace, profile, probe, *request.files)
+    check_outputs({"--json": json_target, "--plot": picture}, inputs)
     if sum(each is not None for each in (trace, profile, zipf)) > 1:
         raise OptionError("--trace, --profile and --zipf each say what traffic is like; give one")
     machine = read_probe(probe) if probe else None

@@ -10,15 +10,15 @@ from typing import Annotated
 import typer
 
 from dynaexq.cli.options import ExpertMemoryOption, HighOption, JsonOption, LowOption, MapOption, TuneOption
-from dynaexq.cli.output import check_json_target, check_output, progress_bar, reports_errors, write_json
-from dynaexq.cli.simulate_sweep import SweepOutput, sweep_and_report
+from dynaexq.cli.output import check_outputs, progress_bar, reports_errors, write_json
+from dynaexq.cli.simulate_sweep import SweepOutput, check_configurations, sweep_and_report
 from dynaexq.cli.simulate_view import print_costs, print_report
 from dynaexq.core import OptionError
 from dynaexq.plan.sizes import parse_size
 from dynaexq.plan.speed import read_probe
 from dynaexq.simulate.conditions import fit_to_traces, parse_costs
 from dynaexq.simulate.report import simulate as simulate_run
-from dynaexq.simulate.sweep import SweepJob, apply_settings, combine, parse_gigabytes, parse_grid
+from dynaexq.simulate.sweep import Settings, SweepJob, apply_settings, combine, parse_gigabytes, parse_grid
 from dynaexq.simulate.trace_source import open_source
 from dynaexq.simulate.world import DRIVES, MODES, SimulationOptions
 from dynaexq.traffic.trace import TraceReader
@@ -83,7 +83,7 @@ def simulate(
         Path | None,
         typer.Option(help="Directory for the best settings, as files for --config.", show_default=False),
     ] = None,
-    best: Annotated[int, typer.Option(min=1, help="How many of them.")] = 3,
+    best: Annotated[int | None, typer.Option(min=1, help="How many of them. [default: 3]")] = None,
     plot: Annotated[Path | None, typer.Option(help="A picture of a sweep, .png or .svg.", show_default=False)] = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -106,10 +106,17 @@ def simulate(
     if drive not in DRIVES:
         raise OptionError(f"unknown drive '{drive}'; known are {', '.join(DRIVES)}")
     _check_sweep(sweep, jobs, results, configs, plot, record_map)
-    check_json_target(json_target, trace, results, plot)
-    for name, path in (("--plot", plot), ("--results", results), ("--record-map", record_map)):
-        if path is not None:
-            check_output(name, path, trace)
+    outputs = {"--json": json_target, "--plot": plot, "--results": results, "--record-map": record_map}
+    typed = None if compute is None or "=" in compute else Path(compute)
+    check_outputs(outputs, (trace, map, probe, typed, *(fit or [])))
+    if configs is not None:
+        check_configurations(configs)
+        if drive == "replay":
+            raise OptionError("--configs goes with --drive thread, which is how `generate` and `serve` move versions")
+    if best is not None and configs is None:
+        raise OptionError("--best goes with --configs")
+    if probe is not None and compute is not None and (link is not None or drive == "replay"):
+        raise OptionError("--probe does nothing beside --link and --compute, which say all that it could; leave it out")
     probed = read_probe(probe) if probe else None
     grid = parse_grid(sweep or [])
     speed = parse_gigabytes(link, "--link") if link else probed.link if probed else None
@@ -134,19 +141,25 @@ def simulate(
         record=record_map,
     )
     runs = combine(grid)
-    for settings in runs[:1]:
-        apply_settings(options, settings).check()
+    _check_runs(
+        options,
+        grid,
+        runs,
+        given={"tier": tier, "high": high, "low": low, "expert-memory": expert_memory, "link": link},
+    )
     reader = TraceReader.open(trace)
     open_source(reader.head, store, expert).close()
     if compute is not None and fit:
         raise OptionError("--fit does nothing beside --compute, which says what passes take; leave one out")
     read = probed.read if probed else None
     costs = parse_costs(compute) if compute is not None else fit_to_traces([trace, *(fit or [])], read)
-    print_costs(costs)
     job = SweepJob(trace, store, expert, costs, options)
     if sweep:
-        sweep_and_report(job, runs, jobs or os.cpu_count() or 1, SweepOutput(results, configs, best, plot, json_target))
+        sweep_and_report(
+            job, runs, jobs or os.cpu_count() or 1, SweepOutput(results, configs, best or 3, plot, json_target)
+        )
         return
+    print_costs(costs)
     with progress_bar() as progress:
         report = simulate_run(
             open_source(reader.head, store, expert),
@@ -170,6 +183,22 @@ def _check_sweep(sweep: list[str] | None, *others: object) -> None:
                 raise OptionError(f"{name} goes with --sweep")
     elif others[-1] is not None:
         raise OptionError("--record-map goes with a single run, not with --sweep")
+
+
+def _check_runs(
+    options: SimulationOptions, grid: dict[str, list[str]], runs: list[Settings], given: dict[str, str | None]
+) -> None:
+    """Raise OptionError for a setting that is given twice, or a run that cannot be."""
+    for name in grid:
+        if given.get(name) is not None or name in options.tune:
+            option = f"--tune {name}" if name in options.tune else f"--{name}"
+            raise OptionError(f"{option} does nothing beside --sweep {name}; leave one out")
+    for settings in runs:
+        try:
+            apply_settings(options, settings).check()
+        except OptionError as error:
+            shown = " ".join(f"--sweep {name}={value}" for name, value in settings.items())
+            raise OptionError(f"{shown}: {error}" if shown else str(error)) from None
 
 
 def _counter(progress: Callable[[str, int, int], None], total: int) -> Callable[[int], None]:

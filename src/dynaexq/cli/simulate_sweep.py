@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynaexq.cli.configuration import read_configuration
 from dynaexq.cli.output import progress_bar, stderr, write_json
-from dynaexq.core import OptionError
+from dynaexq.cli.simulate_view import print_costs
+from dynaexq.core import OptionError, SideFileError
 from dynaexq.plan.memory import format_bytes
 from dynaexq.simulate.pareto import find_front, loss_of, make_configuration
 from dynaexq.simulate.plot import plot_sweep
 from dynaexq.simulate.sweep import Settings, SweepJob, SweepResults, run_sweep
+from dynaexq.store import MANIFEST_NAME
 
 
 class SweepOutput(NamedTuple):
@@ -29,6 +32,7 @@ class SweepOutput(NamedTuple):
 def sweep_and_report(job: SweepJob, runs: list[Settings], jobs: int, output: SweepOutput) -> None:
     """Run what `output.results` does not have, and report. Raises OptionError where no run could be had."""
     kept = SweepResults(output.results, _identify(job))
+    print_costs(job.costs)
     with progress_bar() as progress:
         run_sweep(job, runs, kept, jobs, lambda done, total: progress("runs", done, total))
     found = kept.of(runs)
@@ -50,12 +54,38 @@ def sweep_and_report(job: SweepJob, runs: list[Settings], jobs: int, output: Swe
         write_json(output.json_target, {"runs": found, "front": front, "costs": job.costs.model_dump()})
 
 
+def check_configurations(target: Path) -> None:
+    """Raise OptionError unless the best settings can be written into the directory `target`, over nothing else."""
+    try:
+        if not target.resolve().parent.is_dir() or (target.exists() and not target.is_dir()):
+            raise OptionError(f"--configs {target}: not a directory, nor a new one in an existing one")
+        for path in target.glob("best-*.json"):
+            try:
+                read_configuration(path)
+            except OptionError as error:
+                raise OptionError(
+                    f"--configs {target}: {error}; it is not overwritten, name another directory"
+                ) from None
+    except OSError as error:
+        raise OptionError(f"--configs {target}: {error.strerror or error}") from error
+
+
 def _identify(job: SweepJob) -> str:
     """Of everything that decides results but the settings of a run."""
-    with job.trace.open("rb") as file:
-        trace = hashlib.file_digest(file, "sha256").hexdigest()
-    whole = [trace, str(job.store), job.expert, job.costs.model_dump(), asdict(job.options)]
+    options = asdict(replace(job.options, profile=None))
+    files = (job.trace, job.options.profile, job.store and job.store / MANIFEST_NAME)
+    whole = [*map(_digest, files), job.expert, job.costs.model_dump(), options]
     return hashlib.blake2b(json.dumps(whole, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _digest(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SideFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _write_configurations(job: SweepJob, front: list[dict[str, Any]], target: Path) -> list[Path]:
@@ -66,6 +96,7 @@ def _write_configurations(job: SweepJob, front: list[dict[str, Any]], target: Pa
         "high": options.high,
         "low": options.low,
         "expert_memory": str(options.expert_memory) if options.expert_memory else None,
+        "map": None if options.profile is None else str(options.profile.resolve()),
         "tune": [f"{name}={value}" for name, value in options.tune.items()],
     }
     written = []

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from dynaexq.cli.options import JsonOption
-from dynaexq.cli.output import check_json_target, check_output, progress_bar, reports_errors, stderr, write_json
+from dynaexq.cli.output import (
+    check_json_target,
+    check_output,
+    check_picture,
+    progress_bar,
+    reports_errors,
+    stderr,
+    write_json,
+)
 from dynaexq.cli.serve import ADMIN_KEY_VARIABLE
 from dynaexq.cli.top_client import StateClient
 from dynaexq.cli.trace_view import describe_trace, print_overlaps, print_trace
@@ -126,6 +134,7 @@ def plot(
 
       dynaexq trace plot text.parquet math.parquet code.parquet -o workloads.png
     """
+    check_picture("--output", output)
     check_output("--output", output, *files)
     if output.suffix not in (".png", ".svg"):
         raise OptionError(f"--output {output}: name a file that ends in .png or .svg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,10 +46,18 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
         found = [value.strip() for value in values.split(",") if value.strip()]
         if not equals or name not in known or not found:
             raise OptionError(f"--sweep {text}: write NAME=VALUE,VALUE with a name of {', '.join(known)}")
-        if name in grid or len(set(found)) != len(found):
+        if name in grid or len(set(map(_normal, found))) != len(found):
             raise OptionError(f"--sweep {text}: given twice")
         grid[name] = found
     return grid
+
+
+def _normal(value: str) -> str | float:
+    """Alike for values that say the same."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def combine(grid: Mapping[str, Sequence[str]]) -> list[Settings]:
@@ -112,7 +121,8 @@ class SweepResults:
         try:
             head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             identity = head["sweep"]
-            self.done = {_key(line["settings"]): line for line in lines}
+            for number, line in enumerate(lines, 2):
+                self.done[_key(line["settings"])] = _check_result(line, number)
         except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise SideFileError(f"{path} is no result of a sweep: {error}; give another --results") from error
         if identity != self._identity:
@@ -154,6 +164,18 @@ def _run(work: tuple[SweepJob, Settings]) -> tuple[Settings, dict[str, Any]]:
     except DynaExqError as error:
         return settings, {"error": str(error)}
     return settings, report.as_json()
+
+
+def _check_result(line: dict[str, Any], number: int) -> dict[str, Any]:
+    """A run as it was kept. Raises ValueError where that is not what a run gives."""
+    if isinstance(line.get("error"), str):
+        return line
+    for name in ("tokens_per_second", "expert_bytes", "bytes_moved", "raised", "predicted_kl"):
+        value = line[name]
+        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not known and (name, value) != ("predicted_kl", None):
+            raise ValueError(f"line {number}: {name} is {value!r}")
+    return line
 
 
 def _key(settings: Settings) -> str:

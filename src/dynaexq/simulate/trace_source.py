@@ -61,6 +61,9 @@ def open_source(head: TraceHead, store: Path | None, expert: str | None) -> Vers
             raise SideFileError(f"the trace is of another model than the store {store}")
         return opened
     if expert is not None:
+        if head.hidden and head.intermediate:
+            known = f"{head.hidden}x{head.intermediate}"
+            raise OptionError(f"--expert {expert}: the trace says how large experts are, {known}; leave it out")
         return TracedModel(head, parse_expert(expert))
     if not (head.hidden and head.intermediate):
         raise OptionError("the trace does not say how large experts are; add --store DIR or --expert 2048x768")

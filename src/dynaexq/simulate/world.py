@@ -88,7 +88,7 @@ class SimulationOptions:
             )
         if not 0 <= self.drag <= 1:
             raise OptionError(f"a drag of {self.drag:g} is not in 0..1")
-        if not self.link > 0 or not self.latency >= 0:
+        if not self.link > 0 or not 0 <= self.latency < float("inf"):
             raise OptionError(f"a link of {self.link:g} bytes per second and {self.latency:g} s: no copy would end")
         if self.moves != "static":
             make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")

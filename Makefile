@@ -33,6 +33,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.kernels --quick
 	$(BIN)/python -m benchmarks.tracing --quick
 	$(BIN)/python -m benchmarks.simulator --quick
+	$(BIN)/python -m benchmarks.offload --quick
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md

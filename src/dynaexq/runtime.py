@@ -145,17 +145,9 @@ class ExpertRuntime:
             "fused_layers": self.fused_layers,
         }
 
-    def describe_cache(self) -> dict[str, int | float] | None:
+    def describe_cache(self) -> dict[str, float] | None:
         """How many experts a cache holds, and which share of needs it met; None where all experts are resident."""
-        if self.cache is None:
-            return None
-        hits, misses = self.cache.map.hits, self.cache.map.misses
-        return {
-            "capacity": self.cache.map.capacity,
-            "hits": hits,
-            "misses": misses,
-            "hit_rate": hits / max(1, hits + misses),
-        }
+        return self.cache.map.describe() if self.cache else None
 
     def close(self) -> None:
         """Stop moving versions; a model whose experts are all resident stays usable."""
@@ -225,7 +217,7 @@ class ExpertRuntime:
         """A window that is no traffic."""
         (listener, trace), self.listener, self.trace = (self.listener, self.trace), None, None
         try:
-            with self.window(prefill=False), self.cache.uncounted() if self.cache else nullcontext():
+            with self.window(prefill=False), self.cache.forgotten() if self.cache else nullcontext():
                 yield
         finally:
             self.listener, self.trace = listener, trace

@@ -20,7 +20,6 @@ from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
-from dynaexq.policy.caching import CACHE_POLICIES
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
 from dynaexq.residency.cache import CachedExperts
@@ -88,8 +87,8 @@ def serve_cached(serving: Serving, tier: str, expert_memory: int, tuning: Tuning
     capacity = min(size, expert_memory // nbytes)
     if not capacity:
         raise MemoryLimitError(f"{expert_memory} bytes hold no expert at {tier}, which takes {nbytes}")
-    policy, link = CACHE_POLICIES[serving.mode](size), tuning.link_bytes_per_second
-    experts = CachedExperts(source, tier, capacity, policy, CpuDevice(), serving.budget, link)
+    link = tuning.link_bytes_per_second
+    experts = CachedExperts(source, tier, capacity, serving.mode, CpuDevice(), serving.budget, link)
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)
     weakref.finalize(runtime, experts.close)
     return runtime

@@ -19,7 +19,7 @@ def leaves(policy: CachePolicy, resident: list[int], needed: int) -> list[int]:
 
 
 def test_who_was_needed_last_stays() -> None:
-    policy = LeastRecent(5)
+    policy = LeastRecent(5, 1)
     for place in (3, 1, 4, 3):
         policy.note(np.array([place]))
     assert leaves(policy, [1, 3, 4], 0) == [1]
@@ -28,7 +28,7 @@ def test_who_was_needed_last_stays() -> None:
 
 def test_who_was_needed_often_stays_until_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "HALF_LIFE", 4)
-    policy = LeastFrequent(3)
+    policy = LeastFrequent(3, 1)
     for place in (0, 0, 0, 1):
         policy.note(np.array([place]))
     assert leaves(policy, [0, 1], 2) == [1]
@@ -39,7 +39,7 @@ def test_who_was_needed_often_stays_until_long_ago(monkeypatch: pytest.MonkeyPat
 
 def test_weights_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "HALF_LIFE", 1)
-    policy = LeastFrequent(3)
+    policy = LeastFrequent(3, 1)
     for number in range(3000):
         policy.note(np.array([0] if number % 2 else [0, 1]))
         assert np.isfinite(policy.worth).all()
@@ -47,7 +47,7 @@ def test_weights_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_needs_beyond_the_capacity_are_split_residents_first() -> None:
-    cache = CacheMap(8, 3, LeastRecent(8))
+    cache = CacheMap(8, 3, LeastRecent(8, 1))
     cache.admit(np.array([6, 2]))
     groups = [group.tolist() for group in cache.split(np.array([0, 2, 3, 6, 7]))]
     assert groups == [[2, 6, 0], [3, 7]]

@@ -36,7 +36,7 @@ class CacheMachine(RuleBasedStateMachine):
             self,
             "int4",
             capacity,
-            CACHE_POLICIES[policy](EVERYONE),
+            policy,
             CpuDevice(),
             BudgetTracker(1 << 24),  # type: ignore[arg-type]
         )
@@ -110,8 +110,7 @@ def store(random_source: RandomSource, tmp_path: Path) -> ExpertStore:
 
 
 def make_cache(store: ExpertStore, capacity: int, limit: int = 1 << 24) -> CachedExperts:
-    policy = CACHE_POLICIES["lru"](EVERYONE)
-    return CachedExperts(store, "int4", capacity, policy, CpuDevice(), BudgetTracker(limit))
+    return CachedExperts(store, "int4", capacity, "lru", CpuDevice(), BudgetTracker(limit))
 
 
 def test_a_damaged_expert_is_an_error_and_never_reachable(store: ExpertStore) -> None:
@@ -151,7 +150,8 @@ def test_counters_say_what_happened(store: ExpertStore) -> None:
         3 * extent,
     )
     assert cache.counters.waits == 2 and cache.counters.wait_seconds > 0
-    with cache.uncounted():
+    with cache.forgotten():
         cache.bring(1, np.array([1]), words)
-    assert cache.map.misses == 3
+    cache.check_integrity()
+    assert cache.map.misses == 3 and not cache.map.resident.any() and cache.counters.waits == 2
     cache.close()

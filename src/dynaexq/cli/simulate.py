@@ -29,7 +29,7 @@ from dynaexq.tuning import GIGABYTE, parse_tuning
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace, as --record and `dynaexq trace` make them.")],
     mode: Annotated[str, typer.Option(help=f"One of {', '.join(MODES)}.")] = "dynaexq",
-    tier: Annotated[str | None, typer.Option(help="With --mode static.", show_default=False)] = None,
+    tier: Annotated[str | None, typer.Option(help="With --mode static and caches.", show_default=False)] = None,
     high: HighOption = None,
     low: LowOption = None,
     expert_memory: ExpertMemoryOption = None,
@@ -89,6 +89,7 @@ def simulate(
 ) -> None:
     """Run recorded router traffic through the engine's own policy and transitions, without a model.
 
+    Modes lru and lfu are caches of experts at --tier, read on need; belady is the best that any such cache could do.
     Says what share of the traffic would run at which tier, how long passes and waits would be, and what would be moved.
     Names for --sweep: mode, tier, high, low, expert-memory, link (GB/s), and the knobs of --tune.
 

@@ -35,6 +35,9 @@ def print_report(report: SimulationReport) -> None:
         f"moves: {report.promotions} promotions, {report.demotions} demotions, {format_bytes(report.bytes_moved)}, "
         f"{report.churn:.1f} for a thousand tokens; {report.waits} waits of {report.wait_seconds:.2f} s in all"
     )
+    if report.cache:
+        hits, capacity = report.cache["hit_rate"], report.cache["capacity"]
+        print(f"cache of {capacity:.0f} experts: {100 * hits:.1f} % of needs met, {report.cache['misses']:.0f} reads")
     for each in report.recoveries:
         print(
             f"shift at {each.at:.1f} s: {100 * each.before:.1f} % above the lowest tier, {100 * each.after:.1f} % in "

@@ -12,8 +12,9 @@ from dynaexq.policy.hotness import Scores
 Places = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-HALF_LIFE = 4096
-"""Layers of forward passes after which a use counts half (`lfu`)."""
+HALF_LIFE = 16
+"""Forward passes after which a use counts half (`lfu`): between 8 and 32, this is better than who was needed last for
+one sequence, and as good as counting for good for many (benchmarks/offload.py)."""
 
 LARGEST = 1e100
 
@@ -30,7 +31,7 @@ class CachePolicy(Protocol):
 class LeastRecent:
     """`lru`: whoever was needed last is worth most."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, layers: int) -> None:
         self.worth: Scores = np.zeros(size)
         self._now = 0.0
 
@@ -42,19 +43,20 @@ class LeastRecent:
 class LeastFrequent:
     """`lfu`: whoever was needed most often is worth most, where uses count less the longer they are ago."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, layers: int) -> None:
         self.worth: Scores = np.zeros(size)
-        self._weight = 1.0
+        self._weight, self._growth = 1.0, 2.0 ** (1 / (HALF_LIFE * layers))
 
     def note(self, places: Places) -> None:
         self.worth[places] += self._weight
-        self._weight *= 2.0 ** (1 / HALF_LIFE)  # instead of making all others less
+        self._weight *= self._growth  # instead of making all others less
         if self._weight > LARGEST:
             self.worth /= self._weight
             self._weight = 1.0
 
 
-CACHE_POLICIES: dict[str, Callable[[int], CachePolicy]] = {"lru": LeastRecent, "lfu": LeastFrequent}
+CACHE_POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {"lru": LeastRecent, "lfu": LeastFrequent}
+"""For so many experts in so many layers, by the names of modes."""
 
 
 class CacheMap:
@@ -96,6 +98,11 @@ class CacheMap:
         self.resident[victims] = False
         self._held -= lacking
         return missing, victims
+
+    def describe(self) -> dict[str, float]:
+        """Experts that can be resident, and how often those who were needed were."""
+        hit_rate = self.hits / max(1, self.hits + self.misses)
+        return {"capacity": self.capacity, "hits": self.hits, "misses": self.misses, "hit_rate": hit_rate}
 
     def admit(self, places: Places) -> None:
         """Experts have become resident."""

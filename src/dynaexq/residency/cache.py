@@ -18,7 +18,7 @@ import numpy as np
 
 from dynaexq.core import ExpertKey, encode_handle
 from dynaexq.device import Device
-from dynaexq.policy.caching import CacheMap, CachePolicy, Places
+from dynaexq.policy.caching import CACHE_POLICIES, CacheMap, Places
 from dynaexq.residency.arena import READERS, ExpertArena, VersionSource
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import Words
@@ -39,12 +39,14 @@ class CachedExperts(ExpertArena):
         source: VersionSource,
         tier: str,
         capacity: int,
-        policy: CachePolicy,
+        policy: str,
         device: Device,
         budget: BudgetTracker,
         link_bytes_per_second: float | None = None,
     ) -> None:
-        """Reserve and allocate; nothing is resident yet. `link_bytes_per_second` slows reads down to a slower link.
+        """Reserve and allocate; nothing is resident yet. `policy` is one of CACHE_POLICIES.
+
+        `link_bytes_per_second` slows reads down to those of a slower link.
 
         Raises:
             MemoryLimitError: the blocks do not fit the budget.
@@ -52,7 +54,8 @@ class CachedExperts(ExpertArena):
         super().__init__(source.shape, [source.format(tier)])
         assert capacity > 0
         size = self.shape.layers * self.shape.experts
-        self.tier, self.map = tier, CacheMap(size, capacity, policy)
+        self.tier, self.map = tier, CacheMap(size, capacity, CACHE_POLICIES[policy](size, self.shape.layers))
+        self._policy = policy
         self.turn = threading.Lock()
         self.counters = Counters()
         self._source, self._link = source, link_bytes_per_second
@@ -85,12 +88,16 @@ class CachedExperts(ExpertArena):
             words[expert] = encode_handle(HIGHEST, self._blocks[layer * self.shape.experts + expert])
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What happens within is in no counter."""
+    def forgotten(self) -> Iterator[None]:
+        """After what happens within, the cache is empty, and its counters are as before."""
         before = self.map.hits, self.map.misses, replace(self.counters)
         try:
             yield
         finally:
+            for place in list(self._blocks):
+                self._give_up(place)
+            size, capacity = len(self.map.resident), self.map.capacity
+            self.map = CacheMap(size, capacity, CACHE_POLICIES[self._policy](size, self.shape.layers))
             self.map.hits, self.map.misses, self.counters = before
 
     def close(self) -> None:
@@ -111,13 +118,16 @@ class CachedExperts(ExpertArena):
         start = time.monotonic()
         missing, victims = self.map.need(places)
         for place in victims.tolist():
-            self.handles.publish(place, int(ABSENT))
-            self.pools[HIGHEST].give_back(self._blocks.pop(place))
+            self._give_up(place)
         self.counters.evictions += len(victims)
         if len(missing):
             self._read(missing.tolist(), start)
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - start
+
+    def _give_up(self, place: int) -> None:
+        self.handles.publish(place, int(ABSENT))
+        self.pools[HIGHEST].give_back(self._blocks.pop(place))
 
     def _read(self, places: list[int], start: float) -> None:
         """Read experts into free blocks, several at a time. The first failure is raised when all have ended."""

@@ -28,6 +28,7 @@ class SimulationReport:
         read_bytes_per_token: of expert versions, on average.
         waits, wait_seconds: passes that waited for copies, and how long.
         churn: transitions per thousand tokens.
+        cache: of a cache: how many experts it holds, and needs of layers that it met or not.
     """
 
     passes: int
@@ -52,6 +53,7 @@ class SimulationReport:
     churn: float
     link_busy: float
     updates: int
+    cache: dict[str, float] | None = None
     recoveries: list[Recovery] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -80,10 +82,11 @@ def simulate(
     mass = options.tune.get("signal") == "mass"
     if mass and not reader.has_weights:
         raise OptionError("signal=mass needs routing weights, which the trace does not have; leave it out")
-    simulation, moving = build(source, options, costs)
+    simulation, moving = build(source, options, costs, lambda: read_blocks(reader))
     simulation.run(read_blocks(reader, mass), progress)
     journal, control = simulation.journal, moving.control if moving else None
-    counters = control.pipeline.counters if control else Counters()
+    cache = simulation.cache
+    counters = control.pipeline.counters if control else cache.counters if cache else Counters()
     seconds, tokens = simulation.seconds, sum(journal.tokens.values())
     by_tier = simulation.by_tier()
     by_tier /= max(float(by_tier.sum()), 1e-30)
@@ -112,6 +115,7 @@ def simulate(
         churn=1000 * moves / max(tokens, 1),
         link_busy=moving.link.busy_seconds / max(seconds, 1e-30) if moving else 0.0,
         updates=control.ticks if control else 0,
+        cache=cache.map.describe() if cache else None,
         recoveries=journal.recoveries(),
     )
 

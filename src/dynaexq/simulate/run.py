@@ -11,6 +11,7 @@ from dynaexq.control import ControlLoop
 from dynaexq.device.virtual import VirtualClock, VirtualLink, VirtualWake
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.versions import Levels
+from dynaexq.simulate.cache import SimulatedCache
 from dynaexq.simulate.costs import StepCosts
 from dynaexq.simulate.feed import Block, Integers
 from dynaexq.simulate.journal import Journal, Passes
@@ -43,17 +44,19 @@ class Simulation:
         gaps: bool = False,
         losses: Scores | None = None,
         drag: float = 0.0,
+        cache: SimulatedCache | None = None,
     ) -> None:
         """Put everything in its place.
 
         `sizes`: bytes of a version, by tier from the highest down; `levels`: [layers, experts] to begin with, for
         good without `moving`; `losses`: what a selection loses, in nats of KL, [tiers, layers, experts];
-        `drag`: seconds by which a second of copies beside it makes a pass longer.
+        `drag`: seconds by which a second of copies beside it makes a pass longer; `cache`: which experts are resident,
+        where not all are.
         """
         self.tiers = list(sizes)
         self.journal = Journal()
         self._clock, self._sizes, self._costs = clock, np.array([*sizes.values()], np.float64), costs
-        self._moving, self._gaps, self._drag = moving, gaps, drag
+        self._moving, self._gaps, self._drag, self._cache = moving, gaps, drag, cache
         self._losses = None if losses is None else losses.reshape(len(sizes), -1)
         self._background = moving is not None and moving.control.options.drive == "thread"
         first = np.zeros_like(levels)
@@ -80,8 +83,15 @@ class Simulation:
         return self._clock.now
 
     @property
+    def cache(self) -> SimulatedCache | None:
+        """Which experts are resident, where not all are."""
+        return self._cache
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of expert memory."""
+        if self._cache:
+            return self._cache.expert_bytes
         return self._moving.control.experts.expert_bytes if self._moving else int(self._bytes_of.sum())
 
     def by_tier(self) -> Scores:
@@ -93,7 +103,9 @@ class Simulation:
         ends, first = np.empty(len(block.ends)), 0
         while first < len(block.ends):
             done = self._run_calm(block, first, ends) if self._calm else 0
-            if not done:
+            if self._cache:
+                ends[first], done = self._run_cached(self._cache, block, first), 1
+            elif not done:
                 ends[first], done = self._run_one(block, first), 1
             first += done
         self.journal.note_block(block, ends)
@@ -102,7 +114,7 @@ class Simulation:
     def _calm(self) -> bool:
         """Nothing moves, and nothing will before the next update."""
         if self._moving is None:
-            return True
+            return self._cache is None
         control = self._moving.control
         return self._background and control.ticks > 0 and control.pipeline.idle
 
@@ -158,6 +170,17 @@ class Simulation:
             passes = Passes(done, prefill, rows.stop - begin, sum(step.seconds for step in steps), read)
             self._note(block, rows, counts, passes, [] if prefill else steps)
         return done
+
+    def _run_cached(self, cache: SimulatedCache, block: Block, place: int) -> float:
+        """A pass that waits for experts which are not resident."""
+        prefill, rows = bool(block.prefill[place]), _rows(block, place)
+        counts = self._count(block, rows)
+        nbytes, start = self._read(counts), self._start(block, place)
+        tokens = rows.stop - rows.start
+        seconds = float(self._costs.line(prefill).seconds(tokens, nbytes)) + cache.run(counts)
+        self._clock.reach(start + seconds)
+        self._note(block, rows, counts, Passes(1, prefill, tokens, seconds, nbytes), [])
+        return start + seconds
 
     def _run_one(self, block: Block, place: int) -> float:
         """A pass beside which things happen: its window pins versions as those of the engine do."""

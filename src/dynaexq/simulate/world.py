@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,17 +19,20 @@ from dynaexq.formats.base import require_standing
 from dynaexq.launch_options import ADAPTIVE
 from dynaexq.plan.memory import format_bytes
 from dynaexq.plan.versions import plan_map, plan_versions
+from dynaexq.policy.caching import CacheMap
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency import BudgetTracker, VersionSource
 from dynaexq.residency.versions import Levels, VersionedExperts, place_versions, settle_versions
 from dynaexq.serving import known_hotness, make_map_recorder
+from dynaexq.simulate.cache import CACHES, SimulatedCache, make_policy
 from dynaexq.simulate.costs import StepCosts
+from dynaexq.simulate.feed import Block
 from dynaexq.simulate.run import Moving, Simulation
 from dynaexq.simulate.traffic import SimulatedTraffic
 from dynaexq.traffic.profile import TrafficProfile
 from dynaexq.tuning import make_tuning
 
-MODES = ("static", "static-map", *ADAPTIVE)
+MODES = ("static", "static-map", *ADAPTIVE, *CACHES)
 DRIVES = ("thread", "replay")
 
 
@@ -38,7 +41,7 @@ class SimulationOptions:
     """What to simulate.
 
     Args:
-        mode: `static` at `tier`, `static-map` by `profile`, or a mode that moves versions.
+        mode: `static` at `tier`, `static-map` by `profile`, a mode that moves versions, or a cache (experts at `tier`).
         high, low: the highest and the lowest tier of those.
         expert_memory: bytes of expert versions.
         tune: values by knob (see tuning.py).
@@ -67,31 +70,37 @@ class SimulationOptions:
         """Raise OptionError for unknown, missing or useless values."""
         if self.mode not in MODES:
             raise OptionError(f"unknown mode '{self.mode}' to simulate; known are {', '.join(MODES)}")
-        if (self.tier is None) is (self.mode == "static"):
-            raise OptionError("--mode static and --tier go together")
+        if (self.tier is None) is (self.mode in ("static", *CACHES)):
+            raise OptionError(f"--tier and --mode {' or '.join(('static', *CACHES))} go together")
         self._check_tiers()
         if (self.profile is None) is (self.mode == "static-map"):
             raise OptionError("--mode static-map and --map FILE (made by `dynaexq calibrate`) go together")
-        moving = self.mode != "static"
-        if moving and self.expert_memory is None:
-            raise OptionError(f"--mode {self.mode} needs --expert-memory, the bytes that versions may take")
-        for name, value in (("--high", self.high), ("--low", self.low), ("--expert-memory", self.expert_memory)):
-            if value is not None and not moving:
-                raise OptionError(f"{name} does nothing with --mode static; leave it out")
-        if self.tune and not moving:
-            raise OptionError("--tune does nothing with --mode static; leave it out")
+        self._check_useless()
         if self.record is not None and self.mode not in ADAPTIVE:
             raise OptionError(f"--record-map goes with --mode {' or '.join(ADAPTIVE)}, not '{self.mode}'")
-        if self.moves not in ("thread", "blocking") and (self.latency or self.drag):
-            raise OptionError(
-                "--latency and --drag do nothing where versions stay or move between passes; leave them out"
-            )
         if not 0 <= self.drag <= 1:
             raise OptionError(f"a drag of {self.drag:g} is not in 0..1")
         if not self.link > 0 or not 0 <= self.latency < float("inf"):
             raise OptionError(f"a link of {self.link:g} bytes per second and {self.latency:g} s: no copy would end")
-        if self.moves != "static":
+        if self.mode not in ("static", *CACHES):
             make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
+
+    def _check_useless(self) -> None:
+        moving = self.mode not in ("static", *CACHES)
+        if self.mode != "static" and self.expert_memory is None:
+            raise OptionError(f"--mode {self.mode} needs --expert-memory, the bytes that versions may take")
+        if self.mode == "static" and self.expert_memory is not None:
+            raise OptionError("--expert-memory does nothing with --mode static; leave it out")
+        for name, value in (("--high", self.high), ("--low", self.low), ("--tune", self.tune or None)):
+            if value is not None and not moving:
+                raise OptionError(f"{name} does nothing with --mode {self.mode}; leave it out")
+        copies = self.moves in ("thread", "blocking")
+        if (self.drag and not copies) or (self.latency and not (copies or self.mode in CACHES)):
+            raise OptionError(
+                "--latency and --drag do nothing where versions stay or move between passes; leave them out"
+            )
+        if self.drive != "thread" and self.mode in CACHES:
+            raise OptionError(f"--drive does nothing with --mode {self.mode}; leave it out")
 
     def _check_tiers(self) -> None:
         for tier in (self.tier, self.high, self.low):
@@ -108,14 +117,24 @@ class SimulationOptions:
         return self.drive if self.mode in ("dynaexq", "no-hysteresis") else self.mode
 
 
-def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -> tuple[Simulation, Moving | None]:
-    """A run that has not begun, and what moves versions in it.
+def build(
+    source: VersionSource, options: SimulationOptions, costs: StepCosts, ahead: Callable[[], Iterable[Block]]
+) -> tuple[Simulation, Moving | None]:
+    """A run that has not begun, and what moves versions in it; `ahead` gives its passes, to who must know them.
 
     Raises:
         OptionError, MemoryLimitError, SideFileError: it cannot be had.
     """
     options.check()
     clock = VirtualClock()
+    if options.mode in CACHES:
+        assert options.tier is not None
+        cache, levels = (
+            _make_cache(source, options, ahead),
+            np.zeros((source.shape.layers, source.shape.experts), np.int8),
+        )
+        sizes = {options.tier: _size(source, options.tier)}
+        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes), cache=cache), None
     if options.mode in ADAPTIVE:
         moving = _make_moving(source, options, clock)
         experts = moving.control.experts
@@ -128,12 +147,26 @@ def build(source: VersionSource, options: SimulationOptions, costs: StepCosts) -
     return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag), moving
 
 
+def _make_cache(
+    source: VersionSource, options: SimulationOptions, ahead: Callable[[], Iterable[Block]]
+) -> SimulatedCache:
+    shape = source.shape
+    size, nbytes, room = shape.layers * shape.experts, _size(source, options.tier or ""), options.expert_memory or 0
+    if room < nbytes:
+        raise MemoryLimitError(
+            f"{format_bytes(room)} hold no expert at {options.tier}, which takes {format_bytes(nbytes)}; raise "
+            "--expert-memory"
+        )
+    cache = CacheMap(size, min(size, room // nbytes), make_policy(options.mode, shape, ahead))
+    return SimulatedCache(shape, cache, nbytes, options.link, options.latency)
+
+
 def _settle(source: VersionSource, options: SimulationOptions) -> tuple[tuple[str, ...], Levels]:
     """Tiers, and levels [layers, experts] for good."""
     shape = source.shape
     if options.mode == "static":
         assert options.tier is not None
-        return (options.tier,), np.zeros((shape.layers, shape.experts), np.int8)
+        return (options.tier,), _one_level(source)
     assert options.profile is not None
     (high, low), budget = _tiers(source, options), _budget(source, options)
     wish = make_tuning(options.tune, options.moves).wish(high, low)._replace(layout="replace", spare=0, shadow=False)
@@ -168,6 +201,10 @@ def _make_moving(source: VersionSource, options: SimulationOptions, clock: Virtu
     if options.record is not None:
         control.record_maps(make_map_recorder(options.record, source, plan))
     return Moving(control, link, wake, traffic)
+
+
+def _one_level(source: VersionSource) -> Levels:
+    return np.zeros((source.shape.layers, source.shape.experts), np.int8)
 
 
 def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dynaexq.core import MemoryLimitError, OptionError
+from dynaexq.core import MemoryLimitError, OptionError, StoreError
 from dynaexq.formats import VersionLayout
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model
@@ -114,6 +116,29 @@ def test_a_damaged_expert_fails_its_request_and_no_other(
         tokens = llm.submit(llm.encoder.encode(TEXTS[0]), 16).wait().tokens
         assert tuple(tokens) == expected[0]
         assert llm.launch.runtime.counters.failed > 0
+
+
+def test_a_read_that_fails_inside_a_native_step_is_its_error(
+    embedded_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, reads = 30 * extent_of(embedded_store, "int4"), count(1)
+    with LLM(str(embedded_store), slots=1, context=256, mode="lru", tier="int4", expert_memory=memory) as llm:
+        cache = llm.launch.runtime.cache
+        assert cache is not None and llm.launch.runtime.fused_layers == 6
+        read = cache._source.read_into
+
+        def fail(*arguments: Any) -> None:
+            if next(reads) == 300:  # the prompt needs 192 at most, and is one pass
+                raise StoreError("the disk is gone")
+            read(*arguments)
+
+        monkeypatch.setattr(cache._source, "read_into", fail)
+        llm.encoder.stop_tokens = frozenset()
+        with pytest.raises(Exception, match="the disk is gone"):
+            llm.submit(llm.encoder.encode(TEXTS[0]), 200).wait()
+        assert not cache.turn.locked() and cache.counters.failed == 1
+        cache.check_integrity()
+        assert len(llm.submit(llm.encoder.encode(TEXTS[0]), 20).wait().tokens) == 20
 
 
 def test_cached_runs_are_recorded_and_shown(embedded_store: Path, tmp_path: Path) -> None:

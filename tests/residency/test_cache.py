@@ -32,6 +32,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(1, EVERYONE), policy=st.sampled_from(sorted(CACHE_POLICIES)))
     def begin(self, capacity: int, policy: str) -> None:
         self.broken: set[ExpertKey] = set()
+        self.interrupted = False
         self.cache = CachedExperts(
             self,
             "int4",
@@ -49,6 +50,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         destination[:] = 255  # poison, as half a read leaves
+        if self.interrupted:
+            raise KeyboardInterrupt
         if key in self.broken:
             raise StoreError(f"{key} cannot be read")
         destination[:] = SHAPE.index(key)
@@ -64,6 +67,9 @@ class CacheMachine(RuleBasedStateMachine):
             assert 0 < len(group) <= self.cache.map.capacity
             try:
                 self.cache.bring(layer, group, words)
+            except KeyboardInterrupt:
+                self.interrupted, failed = False, True
+                break
             except StoreError:
                 failed = True
                 assert {ExpertKey(layer, int(each)) for each in group} & self.broken
@@ -81,6 +87,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(SHAPE.expert_keys()))
     def spoil(self, key: ExpertKey) -> None:
         self.broken.add(key)
+
+    @rule()
+    def interrupt(self) -> None:
+        self.interrupted = True
 
     @precondition(lambda self: self.broken)
     @rule()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -131,13 +131,15 @@ class CachedExperts(ExpertArena):
 
     def _read(self, places: list[int], start: float) -> None:
         """Read experts into free blocks, several at a time. The first failure is raised when all have ended."""
-        offsets = [self.pools[HIGHEST].take() for _ in places]
-        if len(places) == 1:
-            failures = [self._read_one(places[0], offsets[0])]
-        else:
-            failures = list(self._readers.map(self._read_one, places, offsets))
+        offsets = [offset for _ in places if (offset := self.pools[HIGHEST].take()) is not None]
+        assert len(offsets) == len(places), "the map makes room before it lets anybody in"
+        try:
+            failures = self._read_all(places, offsets)
+        except BaseException:  # Ctrl-C: nobody has come
+            for offset in offsets:
+                self.pools[HIGHEST].give_back(offset)
+            raise
         for place, offset, failure in zip(places, offsets, failures, strict=True):
-            assert offset is not None
             if failure is not None:
                 self.pools[HIGHEST].give_back(offset)
                 self.counters.failed += 1
@@ -151,8 +153,17 @@ class CachedExperts(ExpertArena):
         if self._link is not None:
             time.sleep(max(0.0, start + len(places) * self._block_bytes / self._link - time.monotonic()))
 
-    def _read_one(self, place: int, offset: int | None) -> Exception | None:
-        assert offset is not None
+    def _read_all(self, places: list[int], offsets: list[int]) -> list[Exception | None]:
+        """What went wrong with each. Whatever is raised, no read goes on."""
+        if len(places) == 1:  # without another thread, which would take longer to wake than some reads take
+            return [self._read_one(places[0], offsets[0])]
+        reads = [self._readers.submit(self._read_one, *each) for each in zip(places, offsets, strict=True)]
+        try:
+            return [read.result() for read in reads]
+        finally:
+            wait(reads)
+
+    def _read_one(self, place: int, offset: int) -> Exception | None:
         key = ExpertKey(*divmod(place, self.shape.experts))
         try:
             self._source.read_into(key, self.tier, self.arena.host_view(offset, self._block_bytes))

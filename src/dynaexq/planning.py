@@ -17,7 +17,7 @@ from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.geometries import geometry_options, make_config
 from dynaexq.integrations.transformers.loading import build_skeleton, open_skeleton
 from dynaexq.launch import Opened
-from dynaexq.launch_options import LaunchOptions
+from dynaexq.launch_options import CACHED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, expert_bytes
 from dynaexq.plan.versions import VersionPlan, choose_levels
 from dynaexq.policy.hotness import Scores
@@ -206,6 +206,12 @@ def _regime(plan: MemoryPlan | None) -> str:
 
 
 def _find_changes(opened: Opened, options: LaunchOptions, work: Workload) -> list[Change]:
+    """What would make it fit with all experts resident, and with some."""
+    cached = _first(opened, _cached(opened, options, work), "")
+    return [*_find_smallest(opened, options, work), *([cached] if cached else [])]
+
+
+def _find_smallest(opened: Opened, options: LaunchOptions, work: Workload) -> list[Change]:
     """The smallest change of each kind that makes it fit alone; where there is none, changes one after the other."""
     kinds = (_automatic, _denser, _smaller_keys, _fewer_slots, _shorter_contexts)
     alone = [found for kind in kinds if (found := _first(opened, kind(options, work), ""))]
@@ -266,10 +272,21 @@ def _shorter_contexts(options: LaunchOptions, work: Workload) -> Iterator[Attemp
         )
 
 
+def _cached(opened: Opened, options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
+    if options.mode not in CACHED:
+        tier = min(opened.tiers, key=tier_rank)
+        yield f"--mode lfu --tier {tier}", replace(_plain(options), mode="lfu", tier=tier), work
+
+
+def _plain(options: LaunchOptions) -> LaunchOptions:
+    """Without what belongs to a mode."""
+    plain = replace(options, mode="auto", tier=None, high=None, low=None, tune={}, profile=None, state=None)
+    return replace(plain, ranking=None, record=None, replay=None)
+
+
 def _automatic(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
     if options.mode != "auto":
-        plain = replace(options, mode="auto", tier=None, high=None, low=None, tune={}, profile=None, state=None)
-        yield "--mode auto", replace(plain, ranking=None, record=None, replay=None), work
+        yield "--mode auto", _plain(options), work
 
 
 class Expected(NamedTuple):

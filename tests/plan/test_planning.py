@@ -203,7 +203,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     short = run("plan", "gpt-oss-120b", "--memory", "12G", code=6)
-    assert "below the floor" in short.stderr and "would, at the lowest tier" in short.stdout
+    assert "below the floor" in short.stderr and "would, with all experts at the lowest tier" in short.stdout
+    assert "with --mode lfu --tier int2 it would: lfu, experts at int2," in short.stdout
     for arguments, code, words in (
         (("qwen3-30b-a3b", "--memory", "0"), 2, "is no size"),
         (("qwen3-30b-a3b", "--memory", "-5G"), 2, "is no size"),

@@ -81,7 +81,7 @@ def plan(
     traffic, source = _read_traffic(opened, trace, profile, zipf)
     outlook = look_ahead(opened, options, work, traffic)
     speed = None
-    if machine and outlook.plan:
+    if machine and outlook.plan and not outlook.plan.cached:
         top_k = top_k_of(opened.skeleton.model.config)
         active = active_experts(outlook.plan, shape.layers * top_k, outlook.by_tier)
         sizes = {tier: nbytes // (shape.layers * shape.experts) for tier, nbytes in outlook.tiers.items()}

@@ -48,6 +48,8 @@ def print_outlook(outlook: Outlook, shape: ModelShape, source: str | None, speed
             f"decode of one sequence: {speed.low:.1f} to {speed.high:.1f} tokens/s "
             f"({format_bytes(speed.bytes_per_token)} a token), before attention over long contexts"
         )
+    elif outlook.plan.cached:
+        print("speed: as many needs as the cache meets; `dynaexq simulate` says, from a trace (docs/offload.md)")
     else:
         print("speed: not known; `dynaexq probe --json probe.json` measures this machine, then --probe probe.json")
 
@@ -85,6 +87,7 @@ def _describe_plan(plan: MemoryPlan, shape: ModelShape) -> dict[str, Any]:
         "tier": plan.tier,
         "high": plan.high,
         "expert_bytes": plan.expert_bytes,
+        "cached": plan.cached,
         "total": plan.total,
         "slots": dict(zip(versions.tiers, versions.pools.slots, strict=False)) if versions else {},
         "slots_by_layer": _by_layer(plan, shape),
@@ -113,8 +116,8 @@ def _describe_slots(plan: MemoryPlan, shape: ModelShape) -> str:
 
 
 def _print_changes(outlook: Outlook) -> None:
-    print("it does not fit, and experts that stay on disk until they are needed are not there yet")
+    print("it does not fit")
     for change in outlook.changes:
         print(f"with {change.option} it would: {change.plan.mode}, experts at {change.plan.tiers}")
     least = sum(outlook.fixed.values()) + min(outlook.tiers.values())
-    print(f"with --memory {-(-least // (1 << 20)) + 8}M it would, at the lowest tier")
+    print(f"with --memory {-(-least // (1 << 20)) + 8}M it would, with all experts at the lowest tier")

@@ -205,6 +205,8 @@ def test_refusals(tmp_path: Path) -> None:
     short = run("plan", "gpt-oss-120b", "--memory", "12G", code=6)
     assert "below the floor" in short.stderr and "would, with all experts at the lowest tier" in short.stdout
     assert "with --mode lfu --tier int2 it would: lfu, experts at int2," in short.stdout
+    mine = str(tmp_path / "c.json")
+    Path(mine).write_text('{"mode": "auto"}')
     for arguments, code, words in (
         (("qwen3-30b-a3b", "--memory", "0"), 2, "is no size"),
         (("qwen3-30b-a3b", "--memory", "-5G"), 2, "is no size"),
@@ -215,6 +217,8 @@ def test_refusals(tmp_path: Path) -> None:
         (("qwen3-30b-a3b", "--mode", "static", "--tier", "int9"), 2, "unknown tier"),
         (("qwen3-30b-a3b", "--trace", str(tmp_path / "no.parquet")), 5, "not there"),
         (("qwen3-30b-a3b", "--plot", str(tmp_path / "no" / "x.png")), 2, "--plot"),
+        (("qwen3-30b-a3b", "--plot", str(tmp_path / "x")), 2, "name a file that ends in .png or .svg"),
+        (("qwen3-30b-a3b", "--config", mine, "--json", mine), 2, "the same file is given for another option"),
     ):
         refuse("plan", *arguments, code=code, words=words)
 

@@ -77,6 +77,18 @@ def test_a_model_that_does_not_move() -> None:
     assert f"    5  {'#' * 32}\n" in text
 
 
+def test_a_cache_shows_what_it_meets() -> None:
+    tiers = [
+        {"name": "int4", "bits": 4.5, "experts": 50, "bytes": 1},
+        {"name": "not loaded", "bits": 0, "experts": 142, "bytes": 0},
+    ]
+    cache = {"capacity": 50, "hits": 300, "misses": 100, "hit_rate": 0.75}
+    still: dict[str, Any] = {"slots": [], "hotness": None, "moving": [], "pinned": [], "hot_share_high_by_layer": None}
+    text = show_once(mode="lfu", tiers=tiers, map=["01" * 16] * 6, cache=cache, **still)
+    assert "75.0 % of 400 needs were met by 50 experts" in text and "routed traffic" not in text
+    assert "layers waited" in text and "no expert changes" not in text
+
+
 def test_a_map_that_does_not_fit_shows_shares_of_blocks() -> None:
     state = ServerState.model_validate(make_state(94, 512))
     lines = [line.plain for line in show_map(state, columns=64, rows=24)]

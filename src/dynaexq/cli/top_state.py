@@ -95,6 +95,15 @@ class Speed(BaseModel):
     step: Percentiles | None
 
 
+class Cache(BaseModel):
+    """Experts that can be resident at once, and needs of layers that were met by those or not."""
+
+    capacity: int
+    hits: int
+    misses: int
+    hit_rate: float
+
+
 class ServerState(BaseModel):
     """A server at one moment; `map` has a digit for each expert, the index of its tier."""
 
@@ -113,6 +122,7 @@ class ServerState(BaseModel):
     expert_memory: ExpertMemory
     slots: list[int]
     transitions: Transitions
+    cache: Cache | None = None
     hot_share_high: float
     hot_share_high_by_layer: list[float] | None
     requests: Requests

@@ -61,13 +61,19 @@ def _show_tiers(state: ServerState) -> Text:
         mark, style = _tier_look(index)
         text.append(f"{mark} ", style).append(f"{tier.name} ({tier.bits:.4g} bits): {tier.experts:,} experts, ")
         text.append(f"{format_bytes(tier.bytes)}\n")
-    if len(state.tiers) > 1:
+    if len(state.tiers) > 1 and not state.cache:
         text.append(f"{100 * state.hot_share_high:.1f} % of routed traffic above {state.tiers[-1].name}")
     text.rstrip()
     return text
 
 
 def _show_moves(state: ServerState, before: ServerState | None) -> Text:
+    if state.cache:
+        cache, now = state.cache, state.transitions
+        needs = cache.hits + cache.misses
+        met = f"{100 * cache.hit_rate:.1f} % of {needs:,} needs were met by {cache.capacity:,} experts"
+        read = f"{format_bytes(now.bytes_moved)} read, {now.waits:,} layers waited {now.wait_seconds:.1f} s"
+        return Text(f"{met}\n{read}, {now.failed:,} failed")
     if not state.slots:
         return Text(f"no expert changes its tier in mode {state.mode}")
     now, passed = state.transitions, state.uptime_seconds - before.uptime_seconds if before else 0.0

@@ -90,6 +90,7 @@ class StateView:
             ]
             + absent,
             "map": ["".join(TIER_DIGITS[index] for index in row) for row in in_force.tolist()],
+            "cache": self.runtime.describe_cache(),
             "hot_share_high": self.runtime.hot_share_high,
             "hot_share_high_by_layer": shares and [round(share, 4) for share in shares.raised_by_layer],
         }

@@ -264,12 +264,14 @@ def _explain_floor(
     if expert_memory is not None and size > expert_memory:
         return (
             f"the expert memory limit {format_bytes(expert_memory)} is below the floor {format_bytes(size)} "
-            f"({size} bytes: all experts at {tier}); raise --expert-memory or allow a lower tier"
+            f"({size} bytes: all experts at {tier}); raise --expert-memory, allow a lower tier, or keep some experts "
+            f"on disk (--mode lfu --tier {tier})"
         )
     floor = sum(fixed.values()) + size + jitter
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in fixed.items())
     return (
         f"the memory limit {format_bytes(memory)} is below the floor {format_bytes(floor)} ({floor} bytes: {parts}, "
         f"experts at {tier} {format_bytes(size)}, {format_bytes(jitter)} to spare); "
-        "raise --memory, need less of it (a shorter text or context, fewer slots, --dense int4), or allow a lower tier"
+        "raise --memory, need less of it (a shorter text or context, fewer slots, --dense int4), allow a lower tier, "
+        f"or keep some experts on disk (--mode lfu --tier {tier})"
     )

@@ -27,7 +27,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """What Transformers' `sdpa` gives: queries [batch, heads, tokens, width] -> [batch, tokens, heads, width]."""
     grouped = key.shape[1] < query.shape[1] and query.shape[2] > 1 and attention_mask is not None
-    if not grouped or query.device.type != "cpu" or more.get("position_bias") is not None:
+    special = any(more.get(name) is not None for name in ("position_bias", "softcap"))
+    if not grouped or special or query.device.type != "cpu":
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **more
         )

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dynaexq.core import MemoryLimitError, ModelShape
+from dynaexq.core import ModelShape
 from dynaexq.formats import tier_rank
 from dynaexq.integrations.hub import fetch_headers
 from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.geometries import geometry_options, make_config
 from dynaexq.integrations.transformers.loading import build_skeleton, open_skeleton
 from dynaexq.launch import Opened
-from dynaexq.launch_options import CACHED, LaunchOptions
+from dynaexq.launch_options import LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload, expert_bytes
 from dynaexq.plan.versions import VersionPlan, choose_levels
 from dynaexq.policy.hotness import Scores
 from dynaexq.policy.ladder import Levels
 from dynaexq.policy.selection import pick_hottest
+from dynaexq.remedies import Change, find_changes, try_plan
 from dynaexq.residency.layout import share_evenly
 
 WORTH, POINTLESS = 1.5, 1.2
@@ -63,13 +64,6 @@ class Parameters(NamedTuple):
     routers: int
     other: int
     not_loaded: int
-
-
-class Change(NamedTuple):
-    """Something to do otherwise, and the plan that follows."""
-
-    option: str
-    plan: MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ def look_ahead(opened: Opened, options: LaunchOptions, work: Workload, traffic: 
         OptionError, StoreError: options that conflict, or tiers that are not there.
     """
     shape = opened.skeleton.profile.shape
-    plan, reason = _try(opened, options, work)
+    plan, reason = try_plan(opened, options, work)
     served = opened.tiers
     sizes = {tier: expert_bytes(shape, tier, opened.group_size) for tier in sorted(served, key=tier_rank)}
     fixed = plan.fixed if plan else opened.fixed(options, work)
@@ -158,7 +152,7 @@ def look_ahead(opened: Opened, options: LaunchOptions, work: Workload, traffic: 
         ratio=(sum(fixed.values()) + max(sizes.values())) / limit,
         by_tier=expected and expected.by_tier,
         loss=expected and expected.loss,
-        changes=[] if plan else _find_changes(opened, options, work),
+        changes=[] if plan else find_changes(opened, options, work),
     )
 
 
@@ -192,101 +186,10 @@ def _part_of(name: str) -> str:
     return "routers" if name.endswith(("gate.weight", "router.weight", "router.bias")) else "other"
 
 
-def _try(opened: Opened, options: LaunchOptions, work: Workload) -> tuple[MemoryPlan | None, str | None]:
-    try:
-        return opened.plan(options, work), None
-    except MemoryLimitError as error:
-        return None, str(error)
-
-
 def _regime(plan: MemoryPlan | None) -> str:
     if plan is None or plan.cached:
         return "offload"
     return "full" if plan.mode == "full" else "dynaexq"
-
-
-def _find_changes(opened: Opened, options: LaunchOptions, work: Workload) -> list[Change]:
-    """What would make it fit with all experts resident, and with some."""
-    cached = _first(opened, _cached(opened, options, work), "")
-    return [*_find_smallest(opened, options, work), *([cached] if cached else [])]
-
-
-def _find_smallest(opened: Opened, options: LaunchOptions, work: Workload) -> list[Change]:
-    """The smallest change of each kind that makes it fit alone; where there is none, changes one after the other."""
-    kinds = (_automatic, _denser, _smaller_keys, _fewer_slots, _shorter_contexts)
-    alone = [found for kind in kinds if (found := _first(opened, kind(options, work), ""))]
-    if alone:
-        return alone
-    taken = ""
-    for kind in kinds:
-        attempts = list(kind(options, work))
-        if found := _first(opened, iter(attempts), taken):
-            return [found]
-        if attempts:
-            option, options, work = attempts[-1]
-            taken += f"{option} "
-    return []
-
-
-def _first(opened: Opened, attempts: Iterator[Attempt], taken: str) -> Change | None:
-    """The first attempt that fits, on top of what is `taken`."""
-    for option, changed, less in attempts:
-        plan, _ = _try(opened, changed, less)
-        if plan is not None:
-            return Change(taken + option, plan)
-    return None
-
-
-Attempt = tuple[str, LaunchOptions, Workload]
-
-
-def _denser(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    forms = ("full", "bf16", "int8", "int4")
-    for form in forms[forms.index(options.dense_form) + 1 :] if options.kernel == "native" else ():
-        yield f"--dense {form}", replace(options, dense=form), work
-
-
-def _smaller_keys(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    for name, element, scale in (("bfloat16", 2, 0), ("int8", 1, 4)):
-        if element < work.kv_element_bytes:
-            yield f"--kv-dtype {name}", options, replace(work, kv_element_bytes=element, kv_scale_bytes=scale)
-
-
-def _fewer_slots(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    slots = work.sequences
-    while slots > 1:
-        slots //= 2
-        less = work.sequences - slots
-        logits = max(work.logits - less, slots + 1)
-        yield f"--slots {slots}", options, replace(work, sequences=slots, tokens=work.tokens - less, logits=logits)
-
-
-def _shorter_contexts(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    context = work.context
-    while context >= 1024:
-        context //= 2
-        yield (
-            f"--context {context}",
-            options,
-            replace(work, context=context, tokens=min(work.tokens, context + work.sequences)),
-        )
-
-
-def _cached(opened: Opened, options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    if options.mode not in CACHED:
-        tier = min(opened.tiers, key=tier_rank)
-        yield f"--mode lfu --tier {tier}", replace(_plain(options), mode="lfu", tier=tier), work
-
-
-def _plain(options: LaunchOptions) -> LaunchOptions:
-    """Without what belongs to a mode."""
-    plain = replace(options, mode="auto", tier=None, high=None, low=None, tune={}, profile=None, state=None)
-    return replace(plain, ranking=None, record=None, replay=None)
-
-
-def _automatic(options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
-    if options.mode != "auto":
-        yield "--mode auto", _plain(options), work
 
 
 class Expected(NamedTuple):

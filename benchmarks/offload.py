@@ -13,24 +13,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.machine import describe_run, pin_threads, publish
 from benchmarks.workloads import SHIPPED
-from dynaexq.core import ExpertShape, ModelShape
 from dynaexq.evaluate import read_documents
+from dynaexq.formats import VersionLayout
 from dynaexq.integrations.transformers.loading import quiet_transformers
 from dynaexq.launch import EMBEDDED_MODEL, Opened
 from dynaexq.llm import LLM
-from dynaexq.policy.caching import CacheMap
-from dynaexq.simulate.cache import CACHES, SimulatedCache, make_policy
-from dynaexq.simulate.feed import Block, read_blocks
+from dynaexq.simulate.cache import CACHES
+from dynaexq.simulate.costs import Line, StepCosts
+from dynaexq.simulate.report import simulate
+from dynaexq.simulate.trace_source import open_source
+from dynaexq.simulate.world import SimulationOptions
 from dynaexq.traffic.trace import TraceReader
 
 FILES = ("english_heldout.txt", "gsm8k_test.jsonl", "humaneval.jsonl")
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 STREAMS = (1, 8)
 PROMPT, ANSWER = 64, 64
+TIER, COSTS = "int4", StepCosts(decode=Line(start=0.001), prefill=Line(start=0.001))
+"""Neither changes who is resident."""
 
 
 def main() -> None:
@@ -49,9 +51,8 @@ def main() -> None:
             path = Path(directory) / f"{streams}.parquet"
             record(path, streams, prompts)
             reader = TraceReader.open(path)
-            blocks = list(read_blocks(reader))
             for share in shares:
-                rows.append({"streams": streams, "share": share, "hits": measure(reader, blocks, share)})
+                rows.append({"streams": streams, "share": share, "hits": measure(reader, share)})
     result: dict[str, Any] = {"run": describe_run(), "prompts": prompts * len(FILES), "rows": rows}
     publish(result, render(result), "offload", arguments.json, arguments.readme)
 
@@ -66,18 +67,16 @@ def record(path: Path, streams: int, prompts: int) -> None:
             stream.wait()
 
 
-def measure(reader: TraceReader, blocks: list[Block], share: float) -> dict[str, float]:
+def measure(reader: TraceReader, share: float) -> dict[str, float]:
     """Share of needs that each policy's cache of so many experts meets."""
-    head, found = reader.head, {}
-    size = head.layers * head.experts
-    shape = ModelShape(head.layers, head.experts, ExpertShape(head.hidden, head.intermediate))
+    source, found = open_source(reader.head, None, None), {}
+    shape = source.shape
+    nbytes = VersionLayout.of(source.format(TIER), shape.expert).extent_bytes
+    memory = round(share * shape.layers * shape.experts) * nbytes
     for name in CACHES:
-        policy = make_policy(name, shape, lambda: blocks)
-        cache = SimulatedCache(shape, CacheMap(size, round(share * size), policy), 1, 1.0, 0.0)
-        for block in blocks:
-            for begin, end in zip([0, *block.ends[:-1].tolist()], block.ends.tolist(), strict=True):
-                cache.run(np.bincount(block.places[begin:end].ravel(), minlength=size))
-        found[name] = cache.map.describe()["hit_rate"]
+        cache = simulate(source, SimulationOptions(name, tier=TIER, expert_memory=memory), COSTS, reader).cache
+        assert cache is not None
+        found[name] = cache["hit_rate"]
     return found
 
 

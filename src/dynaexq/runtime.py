@@ -187,9 +187,8 @@ class ExpertRuntime:
             assert local.words is not None
             listeners = [each for each in (self.listener, self.trace) if each]
             if listeners:
-                levels: Levels = (local.words >> np.uint64(56)).astype(np.int64)
-                if self.cache:
-                    levels[:] = 0  # the one tier there is
+                one_tier = np.zeros(len(local.words), np.int64)
+                levels: Levels = one_tier if self.cache else (local.words >> np.uint64(56)).astype(np.int64)
             if self.cache:
                 self.cache.turn.release()
             elif local.window is not None:

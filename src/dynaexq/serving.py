@@ -13,11 +13,12 @@ from pathlib import Path
 
 from dynaexq.assembly import Platform, assemble
 from dynaexq.control import Extras
-from dynaexq.core import ExpertKey, MemoryLimitError, StoreError
+from dynaexq.core import ExpertKey, StoreError
 from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
+from dynaexq.plan.memory import cache_capacity
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
 from dynaexq.policy.hotness import Scores
@@ -82,11 +83,7 @@ def serve_cached(serving: Serving, tier: str, expert_memory: int, tuning: Tuning
     """
     source, nbytes = serving.source, _size(serving.source, tier)
     source.require_tier(tier)
-    shape = source.shape
-    size = shape.layers * shape.experts
-    capacity = min(size, expert_memory // nbytes)
-    if not capacity:
-        raise MemoryLimitError(f"{expert_memory} bytes hold no expert at {tier}, which takes {nbytes}")
+    capacity = cache_capacity(source.shape, tier, nbytes, expert_memory)
     link = tuning.link_bytes_per_second
     experts = CachedExperts(source, tier, capacity, serving.mode, CpuDevice(), serving.budget, link)
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)

@@ -222,6 +222,15 @@ def plan_cache(
     return MemoryPlan(mode, tier, limit, fixed, slots * extent, room=slots * extent, cached=slots)
 
 
+def cache_capacity(shape: ModelShape, tier: str, nbytes: int, room: int) -> int:
+    """How many experts of `nbytes` at `tier` are resident in `room` bytes. Raises MemoryLimitError for none."""
+    if room < nbytes:
+        raise MemoryLimitError(
+            f"{format_bytes(room)} hold no expert at {tier}, which takes {format_bytes(nbytes)}; raise --expert-memory"
+        )
+    return min(shape.layers * shape.experts, room // nbytes)
+
+
 def group_bytes(shape: ModelShape, top_k: int, tokens: int) -> int:
     """What a layer takes whose experts run in groups: every choice's input and output, in float32."""
     return 2 * 4 * tokens * top_k * shape.expert.hidden

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,9 +53,9 @@ class CachedExperts(ExpertArena):
         """
         super().__init__(source.shape, [source.format(tier)])
         assert capacity > 0
-        size = self.shape.layers * self.shape.experts
-        self.tier, self.map = tier, CacheMap(size, capacity, CACHE_POLICIES[policy](size, self.shape.layers))
-        self._policy = policy
+        size, layers = self.shape.layers * self.shape.experts, self.shape.layers
+        self._make_map: Callable[[], CacheMap] = lambda: CacheMap(size, capacity, CACHE_POLICIES[policy](size, layers))
+        self.tier, self.map = tier, self._make_map()
         self.turn = threading.Lock()
         self.counters = Counters()
         self._source, self._link = source, link_bytes_per_second
@@ -96,8 +96,7 @@ class CachedExperts(ExpertArena):
         finally:
             for place in list(self._blocks):
                 self._give_up(place)
-            size, capacity = len(self.map.resident), self.map.capacity
-            self.map = CacheMap(size, capacity, CACHE_POLICIES[self._policy](size, self.shape.layers))
+            self.map = self._make_map()
             self.map.hits, self.map.misses, self.counters = before
 
     def close(self) -> None:

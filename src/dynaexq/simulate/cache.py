@@ -95,8 +95,8 @@ def list_needs(shape: ModelShape, blocks: Iterable[Block]) -> Iterable[tuple[Pla
     """All needs of passes, layer by layer."""
     when, size = 0, shape.layers * shape.experts
     for block in blocks:
-        for begin, end in zip([0, *block.ends[:-1].tolist()], block.ends.tolist(), strict=True):
-            needed = np.flatnonzero(np.bincount(block.places[begin:end].ravel(), minlength=size))
+        for place in range(len(block.ends)):
+            needed = np.flatnonzero(block.selections(block.rows(place), size))
             for part in np.split(needed, np.searchsorted(needed, shape.experts * np.arange(1, shape.layers))):
                 yield part, when
                 when += 1

@@ -32,6 +32,14 @@ class Block(NamedTuple):
     request: np.ndarray[Any, np.dtype[np.int32]]
     prompt: np.ndarray[Any, np.dtype[np.bool_]]
 
+    def rows(self, place: int) -> slice:
+        """Where the tokens of a pass are."""
+        return slice(int(self.ends[place - 1]) if place else 0, int(self.ends[place]))
+
+    def selections(self, rows: slice, size: int) -> Integers:
+        """Selections of every one of `size` experts [layers * experts] by some tokens."""
+        return np.bincount(self.places[rows].ravel(), minlength=size)
+
     def timed(self) -> Timed:
         """What the recorded passes took."""
         return Timed(self.prefill, self.tokens.astype(np.float64), self.nbytes, self.seconds)

@@ -142,18 +142,18 @@ class Simulation:
             self._clock.reach(float(ended[done - 1]))
             steps = [] if prefill or not self._moving else [Step(each, 1, False) for each in seconds[:done].tolist()]
             passes = Passes(done, prefill, done, float(seconds[:done].sum()), float(nbytes[:done].sum()))
-            self._note(block, rows, self._count(block, rows), passes, steps)
+            self._note(block, rows, block.selections(rows, self._levels.size), passes, steps)
         return done
 
     def _run_batches(self, block: Block, first: int, ends: Scores, horizon: float) -> int:
         """Passes of one kind and of several tokens, one by one, as long as they end before anything happens."""
-        prefill, begin = bool(block.prefill[first]), _rows(block, first).start
+        prefill, begin = bool(block.prefill[first]), block.rows(first).start
         counts, steps, read, done = np.zeros(self._levels.size, np.int64), [], 0.0, 0
         for place in range(first, min(len(block.ends), first + CHUNK)):
             if block.tokens[place] == 1 or block.prefill[place] != prefill:
                 break
-            rows = _rows(block, place)
-            own = self._count(block, rows)
+            rows = block.rows(place)
+            own = block.selections(rows, self._levels.size)
             nbytes = self._read(own)
             seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
             end = self._start(block, place) + seconds
@@ -173,8 +173,8 @@ class Simulation:
 
     def _run_cached(self, cache: SimulatedCache, block: Block, place: int) -> float:
         """A pass that waits for experts which are not resident."""
-        prefill, rows = bool(block.prefill[place]), _rows(block, place)
-        counts = self._count(block, rows)
+        prefill, rows = bool(block.prefill[place]), block.rows(place)
+        counts = block.selections(rows, self._levels.size)
         nbytes, start = self._read(counts), self._start(block, place)
         tokens = rows.stop - rows.start
         seconds = float(self._costs.line(prefill).seconds(tokens, nbytes)) + cache.run(counts)
@@ -191,8 +191,8 @@ class Simulation:
         control.before_window()
         self._look()
         window, _ = control.experts.handles.pin()
-        prefill, rows = bool(block.prefill[place]), _rows(block, place)
-        counts = self._count(block, rows)
+        prefill, rows = bool(block.prefill[place]), block.rows(place)
+        counts = block.selections(rows, self._levels.size)
         nbytes = self._read(counts)
         seconds = float(self._costs.line(prefill).seconds(rows.stop - rows.start, nbytes))
         start = clock.now
@@ -255,10 +255,6 @@ class Simulation:
         if self._moving is not None:
             self._moving.traffic.move(places, moved)
 
-    def _count(self, block: Block, rows: slice) -> Integers:
-        """Selections of every expert, [layers * experts]."""
-        return np.bincount(block.places[rows].ravel(), minlength=self._levels.size)
-
     def _read(self, counts: Integers) -> float:
         """Bytes of the distinct experts among those selected."""
         return float(self._bytes_of @ (counts > 0))
@@ -277,7 +273,3 @@ class Simulation:
             self._moving.traffic.note(selected, passes.prefill, passes.passes, steps)
             self._moving.control.pass_windows(passes.passes, self._levels)
             self.journal.note_shifts(self._clock.now, self._moving.control.signals.shifts)
-
-
-def _rows(block: Block, place: int) -> slice:
-    return slice(int(block.ends[place - 1]) if place else 0, int(block.ends[place]))

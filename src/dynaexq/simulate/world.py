@@ -17,7 +17,7 @@ from dynaexq.device.virtual import VirtualClock, VirtualDevice, VirtualLink, Vir
 from dynaexq.formats import VersionLayout, tier_format, tier_rank
 from dynaexq.formats.base import require_standing
 from dynaexq.launch_options import ADAPTIVE
-from dynaexq.plan.memory import format_bytes
+from dynaexq.plan.memory import cache_capacity, format_bytes
 from dynaexq.plan.versions import plan_map, plan_versions
 from dynaexq.policy.caching import CacheMap
 from dynaexq.policy.hotness import Scores
@@ -127,14 +127,7 @@ def build(
     """
     options.check()
     clock = VirtualClock()
-    if options.mode in CACHES:
-        assert options.tier is not None
-        cache, levels = (
-            _make_cache(source, options, ahead),
-            np.zeros((source.shape.layers, source.shape.experts), np.int8),
-        )
-        sizes = {options.tier: _size(source, options.tier)}
-        return Simulation(clock, sizes, levels, costs, None, options.gaps, _losses(source, sizes), cache=cache), None
+    cache = _make_cache(source, options, ahead) if options.mode in CACHES else None
     if options.mode in ADAPTIVE:
         moving = _make_moving(source, options, clock)
         experts = moving.control.experts
@@ -144,29 +137,24 @@ def build(
         tiers, levels = _settle(source, options)
         sizes = {tier: _size(source, tier) for tier in tiers}
     losses = _losses(source, sizes)
-    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag), moving
+    return Simulation(clock, sizes, levels, costs, moving, options.gaps, losses, options.drag, cache), moving
 
 
 def _make_cache(
     source: VersionSource, options: SimulationOptions, ahead: Callable[[], Iterable[Block]]
 ) -> SimulatedCache:
-    shape = source.shape
-    size, nbytes, room = shape.layers * shape.experts, _size(source, options.tier or ""), options.expert_memory or 0
-    if room < nbytes:
-        raise MemoryLimitError(
-            f"{format_bytes(room)} hold no expert at {options.tier}, which takes {format_bytes(nbytes)}; raise "
-            "--expert-memory"
-        )
-    cache = CacheMap(size, min(size, room // nbytes), make_policy(options.mode, shape, ahead))
+    assert options.tier is not None and options.expert_memory is not None
+    shape, nbytes = source.shape, _size(source, options.tier)
+    capacity = cache_capacity(shape, options.tier, nbytes, options.expert_memory)
+    cache = CacheMap(shape.layers * shape.experts, capacity, make_policy(options.mode, shape, ahead))
     return SimulatedCache(shape, cache, nbytes, options.link, options.latency)
 
 
 def _settle(source: VersionSource, options: SimulationOptions) -> tuple[tuple[str, ...], Levels]:
     """Tiers, and levels [layers, experts] for good."""
     shape = source.shape
-    if options.mode == "static":
-        assert options.tier is not None
-        return (options.tier,), _one_level(source)
+    if options.tier is not None:
+        return (options.tier,), np.zeros((shape.layers, shape.experts), np.int8)
     assert options.profile is not None
     (high, low), budget = _tiers(source, options), _budget(source, options)
     wish = make_tuning(options.tune, options.moves).wish(high, low)._replace(layout="replace", spare=0, shadow=False)
@@ -201,10 +189,6 @@ def _make_moving(source: VersionSource, options: SimulationOptions, clock: Virtu
     if options.record is not None:
         control.record_maps(make_map_recorder(options.record, source, plan))
     return Moving(control, link, wake, traffic)
-
-
-def _one_level(source: VersionSource) -> Levels:
-    return np.zeros((source.shape.layers, source.shape.experts), np.int8)
 
 
 def _losses(source: VersionSource, tiers: Iterable[str]) -> Scores | None:

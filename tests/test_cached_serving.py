@@ -16,7 +16,7 @@ from dynaexq.formats import VersionLayout
 from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model
 from dynaexq.llm import LLM
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_MODES
 from dynaexq.server.state import StateView
 from dynaexq.store import ExpertStore
 from dynaexq.store.layer_file import layer_path
@@ -43,7 +43,7 @@ def expected(embedded_store: Path) -> list[tuple[int, ...]]:
     return answer(embedded_store, mode="static", tier="int4")[0]
 
 
-@pytest.mark.parametrize("mode", sorted(CACHE_POLICIES))
+@pytest.mark.parametrize("mode", CACHE_MODES)
 @pytest.mark.parametrize("capacity", [192, 60, 17, 5, 1])
 def test_tokens_are_those_of_all_experts_resident(
     embedded_store: Path, expected: list[tuple[int, ...]], mode: str, capacity: int

@@ -53,6 +53,9 @@ PREPARE_BYTES_PER_WEIGHT = 24
 TRACE_BYTES = 128 << 20
 """Of a run that is recorded: what waits to be written, twice, as it came and as rows, and the writer's own code."""
 
+HIDDEN_TRACE_BYTES = 3 * (128 << 20)
+"""More, where what routers are given is recorded too: what waits, the same as rows, and a row group."""
+
 AUTO_TIERS = ("int2", "int2d3", "int3", "int3d4", "int4", "int8", "bf16")
 """Tiers that are made of a checkpoint without being asked for."""
 
@@ -177,7 +180,8 @@ class Opened:
         if options.mode in CACHED:
             top_k = top_k_of(self.skeleton.model.config)
             fixed["expert groups"] = group_bytes(self.skeleton.profile.shape, top_k, work.tokens)
-        return fixed if options.trace is None else {**fixed, "trace": TRACE_BYTES}
+        trace = TRACE_BYTES + (HIDDEN_TRACE_BYTES if options.trace_hidden else 0)
+        return fixed if options.trace is None else {**fixed, "trace": trace}
 
     def limit(self, options: LaunchOptions) -> int:
         """Bytes that the process may take: what was asked for, else what is there."""
@@ -244,14 +248,14 @@ class Opened:
         launch = Launch(model, runtime_of(model), plan, options.memory, options.dense_form)
         launch.runtime.mode = plan.mode  # the ablations too, by their names
         if options.trace is not None:
-            launch.runtime.trace = self.record(launch.runtime, options.trace)
+            launch.runtime.trace = self.record(launch.runtime, options.trace, options.trace_hidden)
         model.register_forward_pre_hook(lambda *_: launch.check_memory())
         launch.check_memory()
         return launch
 
-    def record(self, runtime: ExpertRuntime, path: Path) -> TraceRecorder:
-        """Begin to write what routers choose."""
-        return TraceRecorder(path, self.root.name, self.fingerprint, runtime.experts)
+    def record(self, runtime: ExpertRuntime, path: Path, hidden: bool = False) -> TraceRecorder:
+        """Begin to write what routers choose, and with `hidden` what they are given."""
+        return TraceRecorder(path, self.root.name, self.fingerprint, runtime.experts, hidden)
 
     def _candidates(self, options: LaunchOptions) -> tuple[str, ...]:
         available = tuple(self.store.manifest.tiers) if self.store else AUTO_TIERS
@@ -303,7 +307,9 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
     }
     if plan.mode in CACHED:
         tuning = options.make_tuning().changed()
-        return DynaExqConfig(plan.mode, plan.tier, expert_memory=plan.room, tuning=tuning, **common)
+        return DynaExqConfig(
+            plan.mode, plan.tier, expert_memory=plan.room, tuning=tuning, predictor=options.predictor, **common
+        )
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
     common |= {"high": plan.asked, "low": plan.tier, "expert_memory": plan.room}

@@ -13,15 +13,16 @@ from dynaexq.formats import TIERS, tier_format, tier_rank
 from dynaexq.formats.base import require_standing
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.predictor.choice import check_predictor
 from dynaexq.traffic import check_state_file
 from dynaexq.traffic.trace_writer import check_trace_target
 from dynaexq.traffic.version_map import check_map_file
 from dynaexq.tuning import Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CACHED = tuple(CACHE_POLICIES)
-"""Modes that hold some experts and read the others when they are needed."""
+CACHED = CACHE_MODES
+"""Modes that hold some experts and read the others when they are needed, or before."""
 
 MODES = ("auto", "full", "static", "uniform", "static-map", "dynaexq", "blocking", "no-hysteresis", *CACHED)
 ADAPTIVE = ("dynaexq", "blocking", "no-hysteresis")
@@ -35,7 +36,8 @@ class LaunchOptions:
     """How to run a model. `memory` caps the whole process, `expert_memory` the expert pools, in bytes.
 
     `tune` holds values by knob (see tuning.py); `drive` says what moves versions: `thread`, or `replay` to repeat runs.
-    `trace` is a file for what routers choose.
+    `trace` is a file for what routers choose, with `trace_hidden` also for what they are given; `predictor` foresees
+    routing in mode `expertflow`: a name or a file.
     """
 
     mode: str = "auto"
@@ -56,6 +58,8 @@ class LaunchOptions:
     record: Path | None = None
     replay: Path | None = None
     trace: Path | None = None
+    predictor: str | None = None
+    trace_hidden: bool = False
 
     @property
     def files(self) -> tuple[Path | None, ...]:
@@ -94,8 +98,14 @@ class LaunchOptions:
             )
         self._check_tiers()
         self._check_adaptive()
+        if self.predictor is not None:
+            if self.mode != FLOW:
+                raise OptionError(f"--predictor goes with --mode {FLOW}, not '{self.mode}'")
+            check_predictor(self.predictor)
         if self.trace is not None:
             check_trace_target(self.trace, "--record")
+        elif self.trace_hidden:
+            raise OptionError("--record-hidden goes with --record FILE")
         if self.memory is not None and self.expert_memory is not None and self.expert_memory >= self.memory:
             raise OptionError("--expert-memory is not below --memory, so it would limit nothing; leave it out")
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -72,6 +73,8 @@ class Trace(Protocol):
     """Writes windows down (traffic.trace_recorder)."""
 
     problem: str | None
+    hidden: bool
+    """Whether it wants to know what routers are given."""
 
     def after_window(self, window: ClosedWindow) -> None:
         """A window has closed."""
@@ -147,7 +150,7 @@ class ExpertRuntime:
 
     def describe_cache(self) -> dict[str, float] | None:
         """How many experts a cache holds, and which share of needs it met; None where all experts are resident."""
-        return self.cache.map.describe() if self.cache else None
+        return self.cache.describe() if self.cache else None
 
     def close(self) -> None:
         """Stop moving versions; a model whose experts are all resident stays usable."""
@@ -190,6 +193,7 @@ class ExpertRuntime:
                 one_tier = np.zeros(len(local.words), np.int64)
                 levels: Levels = one_tier if self.cache else (local.words >> np.uint64(56)).astype(np.int64)
             if self.cache:
+                self.cache.rest()
                 self.cache.turn.release()
             elif local.window is not None:
                 self.experts.handles.release(local.window)
@@ -226,7 +230,7 @@ class ExpertRuntime:
     ) -> torch.Tensor:
         """Experts of MoE layer `layer`: hidden [tokens, hidden], ids and weights [tokens, top_k]."""
         call = ExpertsCall(hidden, ids, weights, self.words(layer), functions)
-        self.record(layer, ids, weights)
+        self.record(layer, ids, weights, hidden)
         if self.tap is not None:
             self.tap(layer, call)
         if self.cache:
@@ -237,22 +241,42 @@ class ExpertRuntime:
         return result
 
     def _forward_cached(self, cache: CachedExperts, layer: int, call: ExpertsCall) -> torch.Tensor:
-        groups = cache.split(layer, call.ids.numpy())
+        hidden = call.hidden.float().numpy() if self.sees_hidden else None
+        groups = cache.look(layer, call.ids.numpy(), hidden)
         if len(groups) > 1:
             return forward_in_groups(self.kernel, call, groups, lambda group: cache.bring(layer, group, call.words))
-        cache.bring(layer, groups[0], call.words)
-        return self.kernel.forward(call)
+        if not cache.foresight:
+            cache.bring(layer, groups[0], call.words)
+            return self.kernel.forward(call)
+        cache.request(layer, groups[0], call.words)
+        return self.kernel.forward(replace(call, arrive=lambda: cache.arrive(layer, groups[0], call.words)))
 
     def reaches(self, choices: int) -> bool:
         """Whether all experts of a layer that `choices` routed choices name are reachable at once."""
         return self.cache is None or min(choices, self.experts.shape.experts) <= self.cache.map.capacity
 
-    def bring(self, layer: int, ids: torch.Tensor) -> None:
+    def bring(self, layer: int, ids: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """Make the experts that a router chose, ids [tokens, top_k], reachable through this window's words; all are,
-        where none is cached. They must fit at once, see `reaches`."""
+        where none is cached. They must fit at once, see `reaches`. `hidden` [tokens, hidden] is what it was given.
+
+        Where experts are read ahead, some may be reachable only after `arrive`, which kernels call for themselves.
+        """
         if self.cache:
-            (group,) = self.cache.split(layer, ids.numpy())
-            self.cache.bring(layer, group, self.words(layer))
+            (group,) = self.cache.look(layer, ids.numpy(), None if hidden is None else hidden.numpy())
+            request = self.cache.request if self.cache.foresight else self.cache.bring
+            request(layer, group, self.words(layer))
+
+    def arrive(self, layer: int, ids: torch.Tensor) -> None:
+        """Wait for what `bring` was asked for."""
+        assert self.cache
+        self.cache.arrive(layer, np.unique(ids.numpy()), self.words(layer))
+
+    @property
+    def sees_hidden(self) -> bool:
+        """Whether somebody wants to know what routers are given."""
+        foresight = self.cache.foresight if self.cache else None
+        watched = foresight is not None and foresight.predictor.watches
+        return watched or (self.trace is not None and self.trace.hidden)
 
     @property
     def listens(self) -> bool:
@@ -270,10 +294,11 @@ class ExpertRuntime:
         assert words is not None, "the experts were called outside of the model's forward"
         return words[layer * count : (layer + 1) * count]
 
-    def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k]."""
+    def record(self, layer: int, ids: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor | None) -> None:
+        """Note what the router of MoE layer `layer` chose, ids and weights [tokens, top_k], given hidden."""
         if self.listens:
-            self._local.routed.append(RoutedLayer(layer, ids, weights))
+            kept = hidden.to(torch.float16) if hidden is not None and self.trace and self.trace.hidden else None
+            self._local.routed.append(RoutedLayer(layer, ids, weights, kept))
 
 
 class _Windows(threading.local):

@@ -21,7 +21,11 @@ from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.plan.memory import cache_capacity
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
+from dynaexq.policy.caching import FLOW
+from dynaexq.policy.foresight import make_cache_mind, make_flow_mind
 from dynaexq.policy.hotness import Scores
+from dynaexq.policy.prediction import Routers
+from dynaexq.predictor.choice import pick_predictor
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
 from dynaexq.residency.cache import CachedExperts
 from dynaexq.residency.versions import load_versions
@@ -70,24 +74,41 @@ class Adaptive:
     replay: Path | None = None
 
 
+@dataclass(frozen=True)
+class Cached:
+    """Some experts resident at `tier` in `expert_memory` bytes; for `expertflow` the name or file of a predictor, and
+    the model's routers, where they can be had."""
+
+    tier: str
+    expert_memory: int
+    tuning: Tuning
+    predictor: str | None = None
+    routers: Routers | None = None
+
+
 def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
     """Every expert at `tier`. Raises StoreError, CheckpointError or MemoryLimitError."""
     return _serve_resident(serving, dict.fromkeys(serving.source.shape.expert_keys(), tier))
 
 
-def serve_cached(serving: Serving, tier: str, expert_memory: int, tuning: Tuning) -> ExpertRuntime:
-    """As many experts at `tier` as `expert_memory` holds, others read when they are needed; the mode says who leaves.
+def serve_cached(serving: Serving, cached: Cached) -> ExpertRuntime:
+    """As many experts as memory holds, others read when they are needed or before; the mode says who leaves.
 
     Raises:
         StoreError, CheckpointError, MemoryLimitError: versions cannot be read, or not one expert fits.
+        OptionError: a predictor that cannot be had.
     """
-    source, nbytes = serving.source, _size(serving.source, tier)
+    source, tier, tuning, shape = serving.source, cached.tier, cached.tuning, serving.source.shape
     source.require_tier(tier)
-    capacity = cache_capacity(source.shape, tier, nbytes, expert_memory)
+    capacity = cache_capacity(shape, tier, _size(source, tier), cached.expert_memory)
+    make_mind = partial(make_cache_mind, serving.mode, shape, capacity)
+    if serving.mode == FLOW:
+        make_predictor = pick_predictor(cached.predictor, cached.routers, shape, source.fingerprint)
+        make_mind = partial(make_flow_mind, make_predictor, shape, capacity, tuning.foresight)
     link = tuning.link_bytes_per_second
-    experts = CachedExperts(source, tier, capacity, serving.mode, CpuDevice(), serving.budget, link)
+    experts = CachedExperts(source, tier, make_mind, CpuDevice(), serving.budget, link, tuning.in_flight)
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)
-    weakref.finalize(runtime, experts.close)
+    weakref.finalize(runtime, experts.stop)
     return runtime
 
 

@@ -10,7 +10,8 @@ from dynaexq.control_options import ControlOptions
 from dynaexq.core import OptionError
 from dynaexq.plan.versions import VersionWish, check_slots
 from dynaexq.policy import HotnessOptions, SelectionOptions
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_POLICIES, FLOW
+from dynaexq.policy.foresight import ForesightOptions
 from dynaexq.policy.pace import LINK_SHARE, Pace, PaceOptions
 from dynaexq.residency.layout import check_layout
 from dynaexq.residency.transitions import RateLimit
@@ -24,7 +25,7 @@ MARGIN, PRICED_MARGIN = 0.05, 0.02
 
 @dataclass(frozen=True)
 class Tuning:
-    """Knobs of mode `dynaexq` and its ablations; None means the default that the comment names.
+    """Knobs of mode `dynaexq` and its ablations, and of caches; None means the default that the comment names.
 
     Args:
         signal: `count` (router selections, the paper's signal) or `mass` (routed probability).
@@ -52,6 +53,7 @@ class Tuning:
             down by more than the headroom, a share of their time.
         keep_at_shift: part of hotness that is kept when the workload has shifted.
         link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.
+        lookahead, threshold, standing_share, standing_tokens: of mode `expertflow`, see policy/foresight.py.
     """
 
     signal: str = "count"
@@ -73,6 +75,10 @@ class Tuning:
     tpot_headroom: float = PaceOptions.tpot_headroom
     keep_at_shift: float = ControlOptions.keep_at_shift
     link_gbps: float | None = None
+    lookahead: int | None = ForesightOptions.lookahead
+    threshold: float = ForesightOptions.threshold
+    standing_share: float = ForesightOptions.standing_share
+    standing_tokens: int = ForesightOptions.standing_tokens
 
     def check(self) -> None:
         """Raise OptionError for unknown or impossible values."""
@@ -85,6 +91,7 @@ class Tuning:
         if self.shadow not in (None, *SHADOW):
             raise OptionError(f"unknown shadow '{self.shadow}'; known are {', '.join(SHADOW)}")
         check_layout(self.layout, self.spare)
+        self.foresight.check()
 
     def control(self, drive: str, priced: bool = False) -> ControlOptions:
         """Options of the control loop; `priced`: it is known what experts lose."""
@@ -119,6 +126,11 @@ class Tuning:
         return Pace(self.pace_options, self._link(link_bytes_per_second))
 
     @property
+    def foresight(self) -> ForesightOptions:
+        """Of reading ahead."""
+        return ForesightOptions(self.lookahead, self.threshold, self.standing_share, self.standing_tokens)
+
+    @property
     def pace_options(self) -> PaceOptions:
         """Of the pace."""
         return PaceOptions(self.calm_share, self.shift_seconds, self.tpot_headroom)
@@ -148,13 +160,15 @@ class Tuning:
 
 KNOBS = tuple(field.name for field in fields(Tuning))
 PACE_KNOBS = ("calm_share", "shift_seconds", "tpot_headroom")
+FLOW_KNOBS = ("lookahead", "threshold", "standing_share", "standing_tokens")
 IDLE_KNOBS = {
-    "thread": ("every_windows",),
-    "blocking": ("every_windows", "rate_gbps", *PACE_KNOBS),
+    "thread": ("every_windows", *FLOW_KNOBS),
+    "blocking": ("every_windows", "rate_gbps", *PACE_KNOBS, *FLOW_KNOBS),
     "recorded": tuple(name for name in KNOBS if name not in ("slots", "shadow", "layout", "spare")),
     "static-map": tuple(name for name in KNOBS if name != "slots"),
     **{name: tuple(knob for knob in KNOBS if knob != "link_gbps") for name in CACHE_POLICIES},
-    "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps", *PACE_KNOBS),
+    FLOW: tuple(knob for knob in KNOBS if knob not in (*FLOW_KNOBS, "in_flight", "link_gbps")),
+    "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps", *PACE_KNOBS, *FLOW_KNOBS),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
 
@@ -165,6 +179,7 @@ MOVES = {
     "replay": "versions move between passes, and settle before the next",
     "static-map": "versions stay",
     **dict.fromkeys(CACHE_POLICIES, "experts are read when they are needed"),
+    FLOW: "experts are read before they are needed",
 }
 HYSTERESIS_KNOBS = ("margin", "rank_slack")
 

@@ -9,10 +9,17 @@ from dynaexq.policy import caching
 from dynaexq.policy.caching import CacheMap, CachePolicy, LeastFrequent, LeastRecent
 
 
+def fill(cache: CacheMap, resident: list[int]) -> CacheMap:
+    """Experts that came without being needed."""
+    for place in resident:
+        assert cache.foresee(place) is not None
+    cache.admit(np.array(resident))
+    return cache
+
+
 def leaves(policy: CachePolicy, resident: list[int], needed: int) -> list[int]:
     """Who leaves a full cache for somebody else."""
-    cache = CacheMap(len(policy.worth), len(resident), policy)
-    cache.admit(np.array(resident))
+    cache = fill(CacheMap(len(policy.worth), len(resident), policy), resident)
     missing, victims = cache.need(np.array([needed]))
     assert missing.tolist() == [needed]
     return sorted(victims.tolist())
@@ -47,8 +54,7 @@ def test_weights_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_needs_beyond_the_capacity_are_split_residents_first() -> None:
-    cache = CacheMap(8, 3, LeastRecent(8, 1))
-    cache.admit(np.array([6, 2]))
+    cache = fill(CacheMap(8, 3, LeastRecent(8, 1)), [6, 2])
     groups = [group.tolist() for group in cache.split(np.array([0, 2, 3, 6, 7]))]
     assert groups == [[2, 6, 0], [3, 7]]
     assert [group.tolist() for group in cache.split(np.array([1, 6]))] == [[1, 6]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +17,24 @@ from dynaexq.core import ExpertKey, MemoryLimitError, StoreError, decode_handle
 from dynaexq.device import CpuDevice
 from dynaexq.device.base import Bytes
 from dynaexq.formats import ExpertFormat, tier_format
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.policy.foresight import CacheMind, ForesightOptions, make_cache_mind, make_flow_mind
+from dynaexq.policy.prediction import MovingAverage
 from dynaexq.residency import BudgetTracker
-from dynaexq.residency.cache import ABSENT, CachedExperts
+from dynaexq.residency.cache import CachedExperts
+from dynaexq.residency.shelf import ABSENT
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.layer_file import layer_path
 from support.files import flip_byte, silent
 from support.sources import SHAPE, RandomSource
+
+
+def make_mind(mode: str, capacity: int, options: ForesightOptions | None = None) -> Callable[[], CacheMind]:
+    if mode != FLOW:
+        return partial(make_cache_mind, mode, SHAPE, capacity)
+    average = partial(MovingAverage, SHAPE.layers, SHAPE.experts)
+    return partial(make_flow_mind, average, SHAPE, capacity, options or ForesightOptions())
+
 
 EVERYONE = len(SHAPE.expert_keys())
 ids = st.lists(st.integers(0, SHAPE.experts - 1), min_size=1, max_size=8)
@@ -29,18 +43,12 @@ ids = st.lists(st.integers(0, SHAPE.experts - 1), min_size=1, max_size=8)
 class CacheMachine(RuleBasedStateMachine):
     """Layers ask for experts, some of which cannot be read."""
 
-    @initialize(capacity=st.integers(1, EVERYONE), policy=st.sampled_from(sorted(CACHE_POLICIES)))
-    def begin(self, capacity: int, policy: str) -> None:
+    @initialize(capacity=st.integers(1, EVERYONE), mode=st.sampled_from(CACHE_MODES), lookahead=st.integers(0, 3))
+    def begin(self, capacity: int, mode: str, lookahead: int) -> None:
         self.broken: set[ExpertKey] = set()
         self.interrupted = False
-        self.cache = CachedExperts(
-            self,
-            "int4",
-            capacity,
-            policy,
-            CpuDevice(),
-            BudgetTracker(1 << 24),  # type: ignore[arg-type]
-        )
+        mind = make_mind(mode, capacity, ForesightOptions(lookahead, threshold=0.01))
+        self.cache = CachedExperts(self, "int4", mind, CpuDevice(), BudgetTracker(1 << 24))  # type: ignore[arg-type]
 
     # the source
     shape, sensitivity, fingerprint = SHAPE, None, "f"
@@ -50,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def read_into(self, key: ExpertKey, tier: str, destination: Bytes) -> None:
         destination[:] = 255  # poison, as half a read leaves
-        if self.interrupted:
+        if self.interrupted and threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         if key in self.broken:
             raise StoreError(f"{key} cannot be read")
@@ -63,7 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
     def forward(self, layer: int, chosen: list[int]) -> None:
         words = self.cache.blank_words()[: SHAPE.experts]
         wanted, seen, failed = set(chosen), set(), False
-        for group in self.cache.split(layer, np.array(chosen)):
+        for group in self.cache.look(layer, np.array(chosen).reshape(-1, 1), None):
             assert 0 < len(group) <= self.cache.map.capacity
             try:
                 self.cache.bring(layer, group, words)
@@ -120,7 +128,7 @@ def store(random_source: RandomSource, tmp_path: Path) -> ExpertStore:
 
 
 def make_cache(store: ExpertStore, capacity: int, limit: int = 1 << 24) -> CachedExperts:
-    return CachedExperts(store, "int4", capacity, "lru", CpuDevice(), BudgetTracker(limit))
+    return CachedExperts(store, "int4", make_mind("lru", capacity), CpuDevice(), BudgetTracker(limit))
 
 
 def test_a_damaged_expert_is_an_error_and_never_reachable(store: ExpertStore) -> None:

@@ -61,8 +61,8 @@ class Rows:
 
     def batches(self, weights: bool = False) -> Any:
         for part in np.array_split(np.arange(len(self._rows.window)), self._pieces):
-            cut = [column[part] for column in self._rows]
-            yield TraceRows(*cut[:-1], cut[-1] if weights else None)
+            cut = self._rows.cut(part)
+            yield cut if weights else cut._replace(weights=None)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 7, 40])

@@ -18,7 +18,7 @@ from dynaexq.formats import TIERS
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier
 from dynaexq.integrations.transformers.kept import KV_DTYPES
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
-from dynaexq.launch_options import DEFAULT_DENSE, PAIRED, LaunchOptions
+from dynaexq.launch_options import CACHED, DEFAULT_DENSE, PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
 from dynaexq.tuning import KNOBS, parse_tuning
 
@@ -39,7 +39,7 @@ ModeOption = Annotated[
 TierOption = Annotated[
     str | None,
     typer.Option(
-        help=f"With --mode static, lru or lfu: {', '.join(name for name in TIERS if not base_tier(name))}.",
+        help=f"With --mode static, {', '.join(CACHED)}: {', '.join(name for name in TIERS if not base_tier(name))}.",
         show_default=False,
     ),
 ]
@@ -76,10 +76,22 @@ RecordOption = Annotated[
     Path | None,
     typer.Option(help="Write down what routers choose, for `dynaexq trace` and `simulate`.", show_default=False),
 ]
+RecordHiddenOption = Annotated[
+    bool,
+    typer.Option("--record-hidden", help="Write down what routers are given too, to train predictors on: large files."),
+]
 TuneOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE", help=f"A knob of online precision, repeatable: {', '.join(KNOBS)}.", show_default=False
+    ),
+]
+PredictorOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --mode expertflow, what foresees routing: average, pregate, or a file of `dynaexq predictor train`. "
+        "[default: the store's own, else pregate]",
+        show_default=False,
     ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="Of dense weights and activations: float32 or bfloat16.")]
@@ -159,7 +171,9 @@ def read_request(
     record_map: RecordMapOption = None,
     replay_map: ReplayMapOption = None,
     record: RecordOption = None,
+    record_hidden: RecordHiddenOption = False,
     tune: TuneOption = None,
+    predictor: PredictorOption = None,
     dtype: DtypeOption = "float32",
     kernel: KernelOption = "native",
     activations: ActivationsOption = None,
@@ -190,6 +204,8 @@ def read_request(
         record=record_map,
         replay=replay_map,
         trace=record,
+        predictor=predictor,
+        trace_hidden=record_hidden,
     )
     options.check()
     if state is not None:

@@ -37,13 +37,17 @@ class LayerFunctions:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """One MoE layer's work: hidden [tokens, hidden], ids and weights [tokens, top_k], words [experts]."""
+    """One MoE layer's work: hidden [tokens, hidden], ids and weights [tokens, top_k], words [experts].
+
+    `arrive`: some words may point nowhere until it was called; None: all point to their experts.
+    """
 
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     words: np.ndarray[Any, np.dtype[np.uint64]]
     functions: LayerFunctions
+    arrive: Callable[[], None] | None = None
 
 
 class VersionMemory(Protocol):

@@ -84,6 +84,7 @@ class NativeKernel:
             top_k,
             out.data_ptr(),
             thread_count(),
+            call.arrive,
         )
         return out.to(call.hidden.dtype)
 

@@ -26,6 +26,8 @@ class ReferenceKernel:
 
         Products are float32 whatever the dtype of `hidden`, and each expert sees its tokens in order.
         """
+        if call.arrive:
+            call.arrive()
         top_k = call.ids.shape[-1]
         flat = call.ids.reshape(-1)
         order = torch.argsort(flat, stable=True)

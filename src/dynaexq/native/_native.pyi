@@ -92,6 +92,7 @@ class ExpertLayers:
         top_k: int,
         out: int,
         threads: int,
+        arrive: Callable[[], None] | None,
     ) -> None:
         """IndexError for an expert id or handle that points nowhere."""
 
@@ -151,6 +152,7 @@ class DecoderLayer:
         out: int,
         threads: int,
         routed: Callable[[int], None] | None,
+        arrive: Callable[[int], None] | None,
     ) -> None: ...
 
 class DecoderModel:
@@ -174,7 +176,9 @@ class DecoderModel:
         tokens: int,
         ids: int,
         weights: int,
+        router_rows: int,
         logits: int,
         threads: int,
         routed: Callable[[int], None] | None,
+        arrive: Callable[[int], None] | None,
     ) -> None: ...

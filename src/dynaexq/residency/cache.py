@@ -1,171 +1,274 @@
-"""Experts of which only some are resident: the others are read when a layer needs them, into blocks that others leave.
+"""Experts of which only some are resident: others are read when a layer needs them, or before it does.
 
-The mode for models whose lowest tier does not fit (ExpertFlow, section 3), with reads on demand. A forward pass has the
-cache to itself; its words start out pointing nowhere, and an expert is reachable only after `bring` made it resident
-for the very layer that runs, so that no kernel can read a block that has changed hands.
+The mode for models whose lowest tier does not fit (ExpertFlow, section 3). A forward pass has the cache to itself; its
+words start out pointing nowhere, and an expert is reachable only after `bring` made it resident for the very layer that
+runs, so that no kernel can read a block that has changed hands. Nobody whom that layer needs can be given up, and what
+is read ahead takes blocks only of those who are worth less.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dynaexq.core import ExpertKey, encode_handle
+from dynaexq.core import ExpertKey
 from dynaexq.device import Device
-from dynaexq.policy.caching import CACHE_POLICIES, CacheMap, Places
+from dynaexq.policy.caching import CacheMap, Places
+from dynaexq.policy.foresight import CacheMind
+from dynaexq.policy.prediction import Matrix
 from dynaexq.residency.arena import READERS, ExpertArena, VersionSource
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import Words
+from dynaexq.residency.loading import Load, Readers, SlowLink
 from dynaexq.residency.pool import BlockPool
+from dynaexq.residency.shelf import ABSENT, Shelf
 from dynaexq.residency.transitions import Counters
 
-ABSENT = np.uint64(0xFF << 56)
-"""A handle word of no format: kernels refuse it."""
 
-HIGHEST = 0
+@dataclass
+class LoadCounters:
+    """Reads that ended: how many, those begun ahead, and their seconds, where reads go on side by side of all."""
+
+    loads: int = 0
+    ahead: int = 0
+    seconds: float = 0.0
 
 
 class CachedExperts(ExpertArena):
-    """Experts at one tier in `capacity` blocks. Called by whoever holds `turn`, but for counters and `handles`."""
+    """Experts at one tier in blocks of their size. Called by whoever holds `turn`, but for counters and `handles`."""
 
     def __init__(
         self,
         source: VersionSource,
         tier: str,
-        capacity: int,
-        policy: str,
+        make_mind: Callable[[], CacheMind],
         device: Device,
         budget: BudgetTracker,
         link_bytes_per_second: float | None = None,
+        in_flight: int = 2,
     ) -> None:
-        """Reserve and allocate; nothing is resident yet. `policy` is one of CACHE_POLICIES.
+        """Reserve and allocate; nothing is resident yet.
 
-        `link_bytes_per_second` slows reads down to those of a slower link.
+        `link_bytes_per_second` slows reads down to those of a slower link; of those ahead, `in_flight` go on at once.
 
         Raises:
             MemoryLimitError: the blocks do not fit the budget.
         """
         super().__init__(source.shape, [source.format(tier)])
-        assert capacity > 0
-        size, layers = self.shape.layers * self.shape.experts, self.shape.layers
-        self._make_map: Callable[[], CacheMap] = lambda: CacheMap(size, capacity, CACHE_POLICIES[policy](size, layers))
-        self.tier, self.map = tier, self._make_map()
         self.turn = threading.Lock()
-        self.counters = Counters()
-        self._source, self._link = source, link_bytes_per_second
-        self._block_bytes = self.layouts[HIGHEST].extent_bytes
-        self.pools = [BlockPool(0, self._block_bytes, capacity)]
-        self.allocate(capacity * self._block_bytes, device, budget)
-        self._blocks: dict[int, int] = {}
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="dynaexq-read")
-        for place in range(size):
+        self.counters, self.loads = Counters(), LoadCounters()
+        self._make_mind, self._source = make_mind, source
+        self._link, self._in_flight = SlowLink(link_bytes_per_second), in_flight
+        cache, self.foresight = make_mind()
+        nbytes = self.layouts[0].extent_bytes
+        self.pools = [BlockPool(0, nbytes, cache.capacity)]
+        self.allocate(cache.capacity * nbytes, device, budget)
+        self.shelves = [Shelf(0, tier, self.pools[0], cache)]
+        self._changed = threading.Condition()  # guards all that follows, and shelves, handles and counters
+        self._demanded: deque[Load] = deque()
+        self._failures: dict[int, Exception] = {}
+        self._ahead = 0
+        self._making_room = False
+        self._returned, self._computed, self._waited = time.monotonic(), 0.0, 0.0
+        self._seen, self._seen_wasted = replace(self.loads), 0
+        for place in range(len(cache.resident)):
             self.handles.publish(place, int(ABSENT))
+        self._readers = Readers(READERS, self._changed, self._find_load, self._run, source.close)
+
+    @property
+    def map(self) -> CacheMap:
+        """Who is resident."""
+        return self.shelves[0].map
 
     def blank_words(self) -> Words:
         """Words [experts of all layers] through which nothing can be reached, for a forward pass that begins."""
         return np.full(len(self.map.resident), ABSENT, np.uint64)
 
-    def split(self, layer: int, ids: Places) -> list[Places]:
-        """The distinct experts among `ids` of a layer, in groups that fit; those that are resident come first."""
+    def look(self, layer: int, ids: Places, hidden: Matrix | None) -> list[Places]:
+        """A layer's router chose ids [tokens, top_k], given hidden [tokens, hidden]: its distinct experts, in groups
+        that fit; those that are resident come first. What is read ahead goes by it from now on."""
         first = layer * self.shape.experts
-        return [group - first for group in self.map.split(first + np.unique(ids))]
+        with self._changed:
+            needed = np.unique(ids) if self.foresight is None else self.foresight.look(layer, ids, hidden)
+            groups = self.map.split(first + needed)
+        return [group - first for group in groups]
 
-    def bring(self, layer: int, experts: Places, words: Words) -> None:
-        """Make distinct experts of a layer resident, and reachable through its `words` [experts], no others.
+    def request(self, layer: int, experts: Places, words: Words) -> None:
+        """Begin to make distinct experts of a layer resident: those that are can be reached through its `words`
+        [experts] at once, the others after `arrive`."""
+        words[:] = ABSENT
+        start, places, shelf = time.monotonic(), layer * self.shape.experts + experts, self.shelves[0]
+        with self._changed:
+            self._note_computed(layer, start - self._returned)
+            self._failures.clear()
+            self._making_room = True
+            try:
+                while not shelf.map.fits(places):
+                    self._changed.wait()
+            finally:
+                self._making_room = False
+            missing, victims = shelf.map.need(places)
+            self._give_up(shelf, victims)
+            self._demanded.extend(shelf.begin(missing, ahead=False))
+            if self.foresight:
+                self.foresight.wish(layer, shelf.map)
+            if len(missing) > 1 or self.foresight:
+                self._changed.notify_all()
+            words[experts] = shelf.words[places]
+            self._returned = time.monotonic()
+            self._waited += self._returned - start
+
+    def arrive(self, layer: int, experts: Places, words: Words) -> None:
+        """Wait for what `request` was asked for: all of them can be reached, and no others.
 
         Raises:
             StoreError, CheckpointError: an expert cannot be read; the cache stays whole.
         """
-        words[:] = ABSENT
-        self._make_resident(layer * self.shape.experts + experts)
-        for expert in experts.tolist():
-            words[expert] = encode_handle(HIGHEST, self._blocks[layer * self.shape.experts + expert])
+        start, places, shelf = time.monotonic(), layer * self.shape.experts + experts, self.shelves[0]
+        while True:
+            with self._changed:
+                load = self._demanded.popleft() if self._demanded else None
+                if load is None:
+                    while shelf.map.loading[places].any():
+                        self._changed.wait()
+                    self._computed += start - self._returned
+                    self._returned = time.monotonic()
+                    self._waited += self._returned - start
+                    self.counters.waits += 1
+                    self.counters.wait_seconds += self._returned - start
+                    if failed := [self._failures[place] for place in places.tolist() if place in self._failures]:
+                        raise failed[0]
+                    words[experts] = shelf.words[places]
+                    return
+            self._run(load)  # oneself: waking a thread takes longer than some reads
+
+    def bring(self, layer: int, experts: Places, words: Words) -> None:
+        """Both, one after the other."""
+        self.request(layer, experts, words)
+        if (words[experts] == ABSENT).any():
+            self.arrive(layer, experts, words)
+
+    def rest(self) -> None:
+        """No layer runs any more."""
+        with self._changed:
+            self.map.unpin()
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
         """After what happens within, the cache is empty, and its counters are as before."""
-        before = self.map.hits, self.map.misses, replace(self.counters)
+        kept = replace(self.counters), replace(self.loads)
+        before = self.map
+        counts = before.hits, before.misses, before.late, before.useful, before.wasted
         try:
             yield
         finally:
-            for place in list(self._blocks):
-                self._give_up(place)
-            self.map = self._make_map()
-            self.map.hits, self.map.misses, self.counters = before
+            with self._changed:
+                if self.foresight:
+                    self.foresight.drop()
+                while self.map.loading.any():
+                    self._changed.wait()
+                for place in self.shelves[0].places:
+                    self.handles.publish(place, int(ABSENT))
+                cache, self.foresight = self._make_mind()
+                self.shelves[0].clear(cache)
+                cache.hits, cache.misses, cache.late, cache.useful, cache.wasted = counts
+                self.counters, self.loads = kept
+
+    def describe(self) -> dict[str, float]:
+        """See CacheMap.describe and Foresight.describe; reads that ended, and which share of their time was hidden."""
+        with self._changed:
+            loads, waited = self.loads, self.counters.wait_seconds
+            return {
+                **self.map.describe(),
+                "loads": loads.loads,
+                "loads_ahead": loads.ahead,
+                "load_seconds": loads.seconds,
+                "hidden": max(0.0, 1 - waited / loads.seconds) if loads.seconds else 0.0,
+                **(self.foresight.describe() if self.foresight else {}),
+            }
+
+    def stop(self) -> None:
+        """Read no more, without waiting for anything."""
+        self._readers.stop()
 
     def close(self) -> None:
         """End the readers; the arena stays."""
-        self._readers.shutdown()
-        self._source.close()
+        self._readers.close()
 
     def check_integrity(self) -> None:
         """Assert that resident experts have blocks of their own, and that observers see them."""
-        taken = set(self._blocks.values())
-        assert len(taken) == len(self._blocks) == self.map.capacity - self.pools[HIGHEST].free
-        assert set(np.flatnonzero(self.map.resident).tolist()) == set(self._blocks)
-        assert all(self.pools[HIGHEST].holds(offset) for offset in taken)
-        assert np.array_equal(self.handles.formats() == HIGHEST, self.map.resident)
-        self.pools[HIGHEST].check_integrity()
+        with self._changed:
+            for shelf in self.shelves:
+                shelf.check_integrity()
+            assert np.array_equal(self.handles.formats() == 0, self.map.resident)
 
-    def _make_resident(self, places: Places) -> None:
-        start = time.monotonic()
-        missing, victims = self.map.need(places)
+    def _find_load(self) -> Load | None:
+        """What to read next, asked by readers."""
+        if self._demanded:
+            return self._demanded.popleft()
+        if self.foresight is None or self._making_room or self._ahead >= self._in_flight:
+            return None
+        shelf = self.shelves[0]
+        if (found := self.foresight.take(shelf.map)) is None:
+            return None
+        place, victims = found
+        self._give_up(shelf, victims)
+        self._ahead += 1
+        return shelf.begin(np.array([place]), ahead=True)[0]
+
+    def _give_up(self, shelf: Shelf, victims: Places) -> None:
         for place in victims.tolist():
-            self._give_up(place)
+            self.handles.publish(place, int(ABSENT))
+        shelf.give_up(victims)
         self.counters.evictions += len(victims)
-        if len(missing):
-            self._read(missing.tolist(), start)
-            self.counters.waits += 1
-            self.counters.wait_seconds += time.monotonic() - start
 
-    def _give_up(self, place: int) -> None:
-        self.handles.publish(place, int(ABSENT))
-        self.pools[HIGHEST].give_back(self._blocks.pop(place))
-
-    def _read(self, places: list[int], start: float) -> None:
-        """Read experts into free blocks, several at a time. The first failure is raised when all have ended."""
-        offsets = [offset for _ in places if (offset := self.pools[HIGHEST].take()) is not None]
-        assert len(offsets) == len(places), "the map makes room before it lets anybody in"
+    def _run(self, load: Load) -> None:
+        """Read an expert; whatever happens, its block is one of a resident expert or free in the end."""
+        shelf = self.shelves[load.shelf]
+        nbytes = shelf.pool.block_bytes
+        error: Exception | None = None
+        complete, start, carried = False, time.monotonic(), self._link.reserve(nbytes)
         try:
-            failures = self._read_all(places, offsets)
-        except BaseException:  # Ctrl-C: nobody has come
-            for offset in offsets:
-                self.pools[HIGHEST].give_back(offset)
-            raise
-        for place, offset, failure in zip(places, offsets, failures, strict=True):
-            if failure is not None:
-                self.pools[HIGHEST].give_back(offset)
-                self.counters.failed += 1
-                continue
-            self._blocks[place] = offset
-            self.handles.publish(place, encode_handle(HIGHEST, offset))
-            self.counters.bytes_moved += self._block_bytes
-        self.map.admit(np.array([place for place in places if place in self._blocks], np.int64))
-        if failed := next((failure for failure in failures if failure is not None), None):
-            raise failed
-        if self._link is not None:
-            time.sleep(max(0.0, start + len(places) * self._block_bytes / self._link - time.monotonic()))
+            key = ExpertKey(*divmod(load.place, self.shape.experts))
+            self._source.read_into(key, shelf.tier, self.arena.host_view(load.offset, nbytes))
+            complete = True
+        except Exception as raised:  # any of them is the read's own, for whoever waits for it
+            error = raised
+        finally:  # Ctrl-C too
+            if complete:
+                time.sleep(max(0.0, carried[1] - time.monotonic()))
+            with self._changed:
+                shelf.end(load, complete)
+                self._ahead -= load.ahead
+                if complete:
+                    self.handles.publish(load.place, int(shelf.words[load.place]))
+                    self.counters.bytes_moved += nbytes
+                    self.loads.loads += 1
+                    self.loads.ahead += load.ahead
+                    self.loads.seconds += time.monotonic() - max(start, carried[0])
+                else:
+                    self.counters.failed += 1
+                    if error is not None:
+                        self._failures[load.place] = error
+                self._changed.notify_all()
 
-    def _read_all(self, places: list[int], offsets: list[int]) -> list[Exception | None]:
-        """What went wrong with each. Whatever is raised, no read goes on."""
-        if len(places) == 1:  # without another thread, which would take longer to wake than some reads take
-            return [self._read_one(places[0], offsets[0])]
-        reads = [self._readers.submit(self._read_one, *each) for each in zip(places, offsets, strict=True)]
-        try:
-            return [read.result() for read in reads]
-        finally:
-            wait(reads)
-
-    def _read_one(self, place: int, offset: int) -> Exception | None:
-        key = ExpertKey(*divmod(place, self.shape.experts))
-        try:
-            self._source.read_into(key, self.tier, self.arena.host_view(offset, self._block_bytes))
-        except Exception as error:  # any of them is the read's own, and raised once the others have ended
-            return error
-        return None
+    def _note_computed(self, layer: int, seconds: float) -> None:
+        """Tell the horizon what the layer before took, of which `seconds` have just passed, and how long it waited."""
+        if self.foresight:
+            if layer > 0:
+                loads, wasted = self.loads, self.map.wasted
+                self.foresight.horizon.note(
+                    self._computed + seconds,
+                    self._waited,
+                    loads.loads - self._seen.loads,
+                    loads.seconds - self._seen.seconds,
+                    wasted - self._seen_wasted,
+                )
+            self._seen, self._seen_wasted = replace(self.loads), self.map.wasted
+        self._computed = self._waited = 0.0

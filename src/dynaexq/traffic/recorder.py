@@ -25,11 +25,13 @@ Levels = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RoutedLayer(NamedTuple):
-    """One layer of one forward pass: ids [tokens, top_k] and routing weights [tokens, top_k]."""
+    """One layer of one forward pass: ids [tokens, top_k] and routing weights [tokens, top_k]; where it is wanted, what
+    the router was given, float16 [tokens, hidden]."""
 
     layer: int
     ids: torch.Tensor
     weights: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 class Step(NamedTuple):

@@ -67,7 +67,7 @@ class TraceHead(BaseModel):
 
 
 class TraceRows(NamedTuple):
-    """Some rows: what a token chose in a pass, all columns [tokens] but the last two.
+    """Some rows: what a token chose in a pass, all columns [tokens] but the last three.
 
     Args:
         window: int32, number of the pass.
@@ -78,6 +78,7 @@ class TraceRows(NamedTuple):
         expert_bytes: int64, bytes of distinct expert versions that the pass read; 0 where it is not known.
         ids: uint16 [tokens, layers, top_k].
         weights: float32 [tokens, layers, top_k], or None.
+        hidden: float16 [tokens, layers, hidden], what routers were given, or None.
     """
 
     window: Column
@@ -88,21 +89,27 @@ class TraceRows(NamedTuple):
     expert_bytes: Column
     ids: Column
     weights: Column | None
+    hidden: Column | None = None
 
     def cut(self, part: slice | Column) -> TraceRows:
         """Some of them."""
-        plain = {name: getattr(self, name)[part] for name in self._fields[:-1]}
-        return TraceRows(**plain, weights=None if self.weights is None else self.weights[part])
+        columns: list[Any] = [None if column is None else column[part] for column in self]
+        return TraceRows(*columns)
+
+
+PLAIN = 7
+"""Columns of TraceRows that every trace has."""
 
 
 def join_rows(parts: Sequence[TraceRows]) -> TraceRows:
-    """Rows one after the other; their weights, where all have some."""
-    plain = {name: np.concatenate([getattr(part, name) for part in parts]) for name in TraceRows._fields[:-1]}
-    weights = [part.weights for part in parts if part.weights is not None]
-    return TraceRows(**plain, weights=np.concatenate(weights) if len(weights) == len(parts) else None)
+    """Rows one after the other; their weights and hidden states, where all have some."""
+    columns: list[Any] = [
+        None if any(each is None for each in column) else np.concatenate(column) for column in zip(*parts, strict=True)
+    ]
+    return TraceRows(*columns)
 
 
-def make_schema(head: TraceHead, weights: bool) -> Any:
+def make_schema(head: TraceHead, weights: bool, hidden: bool = False) -> Any:
     """Columns of a trace, and its head."""
     width = head.layers * head.top_k
     fields = [
@@ -116,6 +123,8 @@ def make_schema(head: TraceHead, weights: bool) -> Any:
     ]
     if weights:
         fields.append(("weights", pa.list_(pa.float32(), width)))
+    if hidden:
+        fields.append(("hidden", pa.list_(pa.float16(), head.layers * head.hidden)))
     return pa.schema(fields, {HEAD_KEY: head.model_dump_json().encode()})
 
 
@@ -142,7 +151,8 @@ class TraceReader:
             raise SideFileError(f"{path} is no trace: it does not say of what; see `dynaexq trace import`") from None
         except ValidationError as error:
             raise SideFileError(f"{path} is no trace that can be read: {error.errors()[0]['msg']}") from error
-        if not schema.remove_metadata().equals(make_schema(head, "weights" in schema.names).remove_metadata()):
+        optional = ("weights" in schema.names, "hidden" in schema.names)
+        if not schema.remove_metadata().equals(make_schema(head, *optional).remove_metadata()):
             raise SideFileError(f"{path} is no trace: its columns are {', '.join(schema.names)}, of other types")
         groups = [file.metadata.row_group(place).num_rows for place in range(file.num_row_groups)]
         if max(groups, default=0) > MAX_ROW_GROUP:
@@ -157,7 +167,12 @@ class TraceReader:
     @property
     def has_weights(self) -> bool:
         """Whether routing weights were kept."""
-        return "weights" in self._file.schema_arrow.names
+        return self._has("weights")
+
+    @property
+    def has_hidden(self) -> bool:
+        """Whether it was kept what routers were given."""
+        return self._has("hidden")
 
     def check_model(self, fingerprint: str, shape: ModelShape) -> None:
         """Raise SideFileError where the trace is of another model."""
@@ -168,14 +183,16 @@ class TraceReader:
                 f"of {self.head.experts} experts"
             )
 
-    def batches(self, weights: bool = False) -> Iterator[TraceRows]:
-        """All rows, in pieces that end anywhere.
+    def batches(self, weights: bool = False, hidden: bool = False) -> Iterator[TraceRows]:
+        """All rows, in pieces that end anywhere, with weights and hidden states where they are there and wanted.
 
         Raises:
             SideFileError: the file is damaged, passes are out of order, or experts are not there.
         """
         last = -1
-        for rows in self._groups(weights):
+        names = [*TraceRows._fields[:PLAIN]]
+        names += [name for name, wanted in (("weights", weights), ("hidden", hidden)) if wanted and self._has(name)]
+        for rows in self._groups(names):
             if not len(rows.window):
                 continue
             if int(rows.ids.max()) >= self.head.experts:
@@ -185,12 +202,15 @@ class TraceReader:
             last = int(rows.window[-1])
             yield rows
 
-    def _groups(self, weights: bool) -> Iterator[TraceRows]:
+    def _has(self, name: str) -> bool:
+        return name in self._file.schema_arrow.names
+
+    def _groups(self, names: list[str]) -> Iterator[TraceRows]:
         """Row groups, each read while the one before is in use."""
 
         def read(place: int) -> TraceRows:
             try:
-                return self._convert(self._file.read_row_group(place), weights)
+                return self._convert(self._file.read_row_group(place, columns=names), names)
             except (OSError, pa.ArrowException, ValueError) as error:
                 raise SideFileError(f"{self.path} is damaged: {_first_line(error)}") from error
 
@@ -207,11 +227,12 @@ class TraceReader:
         """Close the file."""
         self._file.close()
 
-    def _convert(self, table: Any, weights: bool) -> TraceRows:
-        plain = {name: _read_column(table.column(name), name) for name in TraceRows._fields[:6]}
-        shape = (table.num_rows, self.head.layers, self.head.top_k)
-        mass = _flatten(table, "weights").reshape(shape) if weights and self.has_weights else None
-        return TraceRows(**plain, ids=_flatten(table, "ids").reshape(shape), weights=mass)
+    def _convert(self, table: Any, names: list[str]) -> TraceRows:
+        columns: list[Any] = [_read_column(table.column(name), name) for name in names[: PLAIN - 1]]
+        shape = (table.num_rows, self.head.layers, -1)
+        lists = {name: _flatten(table, name).reshape(shape) for name in names[PLAIN - 1 :]}
+        columns += [lists["ids"], lists.get("weights"), lists.get("hidden")]
+        return TraceRows(*columns)
 
 
 def _flatten(table: Any, name: str) -> Column:

@@ -53,19 +53,19 @@ def slice_trace(source: Path, part: Part, target: Path) -> int:
 
     def rows() -> Iterator[TraceRows]:
         seen = 0
-        for each in reader.batches(weights=True):
+        for each in reader.batches(weights=True, hidden=True):
             chosen = part.choose(each, seen)
             seen += len(chosen.window)
             if len(chosen.window):
                 yield chosen
 
-    return write_trace(target, reader.head, rows(), reader.has_weights)
+    return write_trace(target, reader.head, rows(), reader.has_weights, reader.has_hidden)
 
 
 def merge_traces(sources: Sequence[Path], target: Path) -> int:
     """Write traces one after the other; returns tokens in all.
 
-    Passes, requests and times go on where those before ended. Weights are kept where all have some.
+    Passes, requests and times go on where those before ended. Weights and hidden states are kept where all have some.
 
     Raises:
         SideFileError: a trace is damaged, or of other layers and experts than the first.
@@ -75,7 +75,7 @@ def merge_traces(sources: Sequence[Path], target: Path) -> int:
     for reader in readers[1:]:
         if reader.head.shape != head.shape or head.fingerprint != reader.head.fingerprint:
             raise SideFileError(f"{reader.path} is of another model than {readers[0].path}, so they make no one trace")
-    weights = all(reader.has_weights for reader in readers)
+    weights, hidden = (all(each) for each in zip(*((one.has_weights, one.has_hidden) for one in readers), strict=True))
     names = ", ".join(path.name for path in sources)
 
     def rows() -> Iterator[TraceRows]:
@@ -83,7 +83,7 @@ def merge_traces(sources: Sequence[Path], target: Path) -> int:
         time = 0.0
         for reader in readers:
             last_window, last_request, end = window, request, time
-            for each in reader.batches(weights):
+            for each in reader.batches(weights, hidden):
                 moved = each._replace(
                     window=each.window + np.int32(window),
                     request=np.where(each.request >= 0, each.request + np.int32(request), each.request),
@@ -95,12 +95,12 @@ def merge_traces(sources: Sequence[Path], target: Path) -> int:
                 yield moved
             window, request, time = last_window, last_request, end
 
-    return write_trace(target, head.model_copy(update={"note": f"{names} in a row"}), rows(), weights)
+    return write_trace(target, head.model_copy(update={"note": f"{names} in a row"}), rows(), weights, hidden)
 
 
-def write_trace(target: Path, head: TraceHead, rows: Iterator[TraceRows], weights: bool) -> int:
+def write_trace(target: Path, head: TraceHead, rows: Iterator[TraceRows], weights: bool, hidden: bool = False) -> int:
     """Write rows as a trace, whole or not at all; returns its tokens. Raises OptionError where there are none."""
-    writer = TraceWriter(target, head, weights)
+    writer = TraceWriter(target, head, weights, hidden)
     try:
         for each in rows:
             writer.add(each)

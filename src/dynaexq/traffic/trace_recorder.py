@@ -21,7 +21,7 @@ from dynaexq.traffic.trace import Column, TraceHead, TraceRows
 from dynaexq.traffic.trace_writer import TraceWriter
 
 MAX_WAITING_BYTES = 32 << 20
-"""Of ids and weights that wait to be written: more, and the recording ends."""
+"""Of ids and weights that wait to be written (with hidden states, four times that): more, and the recording ends."""
 
 PAUSE_SECONDS = 0.25
 """Between two writes: windows of one kind are put together, which costs less than one by one."""
@@ -41,8 +41,14 @@ class TraceRecorder:
     What goes wrong ends the recording, with one warning. What was written by then is kept, if the file can be ended.
     """
 
-    def __init__(self, path: Path, model: str, fingerprint: str, experts: RecordedExperts) -> None:
-        """Begin a trace of `model`, from a checkpoint with this fingerprint; the file begins with the first window."""
+    def __init__(
+        self, path: Path, model: str, fingerprint: str, experts: RecordedExperts, hidden: bool = False
+    ) -> None:
+        """Begin a trace of `model`, from a checkpoint with this fingerprint; the file begins with the first window.
+
+        `hidden`: windows also say what routers were given, and it is written.
+        """
+        self.hidden = hidden
         self.problem: str | None = None
         self._path, self._model, self._fingerprint, self._experts = path, model, fingerprint, experts
         self._writer: TraceWriter | None = None
@@ -64,13 +70,14 @@ class TraceRecorder:
         if self.problem is not None or not window.layers or len(window.layers) % self._experts.shape.layers:
             return  # a forward pass that failed has fewer layers: it routed nothing that was used
         first = window.layers[0]
-        nbytes = len(window.layers) * (first.ids.nbytes + first.weights.nbytes) + window.levels.nbytes
+        each = first.ids.nbytes + first.weights.nbytes + (0 if first.hidden is None else first.hidden.nbytes)
+        nbytes, most = len(window.layers) * each + window.levels.nbytes, MAX_WAITING_BYTES * (4 if self.hidden else 1)
         with self._changed:
             self._waiting.append(window)
             self._waiting_bytes += nbytes
-            if 2 * self._waiting_bytes > MAX_WAITING_BYTES:
+            if 2 * self._waiting_bytes > most:
                 self._changed.notify_all()
-            if self._waiting_bytes > MAX_WAITING_BYTES:
+            if self._waiting_bytes > most:
                 self._fail("it cannot be written as fast as it comes")
 
     def close(self) -> None:
@@ -104,7 +111,7 @@ class TraceRecorder:
             return
         if self._builder is None:
             self._builder = RowBuilder(self._make_head(windows[0]), _read_sizes(self._experts))
-            self._writer = TraceWriter(self._path, self._builder.head, weights=True)
+            self._writer = TraceWriter(self._path, self._builder.head, weights=True, hidden=self.hidden)
         for rows in self._builder.build(windows):
             assert self._writer is not None
             self._writer.add(rows)
@@ -156,7 +163,7 @@ class RowBuilder:
         self._windows += count
         started = np.array([window.opened - self._began for window in windows])
         seconds = np.array([window.seconds for window in windows], np.float32)
-        nbytes = self._read(windows, ids)
+        nbytes, seen = self._read(windows, ids), windows[0].layers[0].hidden is not None
         flat = (count * tokens, layers, -1)
         return TraceRows(
             window=np.repeat(numbers, tokens),
@@ -167,6 +174,7 @@ class RowBuilder:
             expert_bytes=np.repeat(nbytes, tokens),
             ids=ids.reshape(flat).astype(np.uint16),
             weights=weights.reshape(flat),
+            hidden=_assemble(windows, layers, "hidden").reshape(flat) if seen else None,
         )
 
     def _labels(self, windows: list[ClosedWindow], tokens: int) -> tuple[Column, Column]:
@@ -197,7 +205,7 @@ def _read_sizes(experts: RecordedExperts) -> Column:
 
 
 def _assemble(windows: list[ClosedWindow], layers: int, name: str) -> Column:
-    """Ids or weights, [windows, tokens, layers, top_k]: the forwards of a window one after the other."""
+    """Ids, weights or hidden states, [windows, tokens, layers, width]: the forwards of a window one after the other."""
     forwards = len(windows[0].layers) // layers
     parts = []
     for forward in range(forwards):

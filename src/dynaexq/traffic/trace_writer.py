@@ -27,6 +27,10 @@ MIN_FREE_BYTES = 64 << 20
 REPEATING = ["window", "started", "seconds", "request", "expert_bytes", "ids.list.element"]
 """Columns whose values come again and again. Weights do not: a dictionary of them takes three times as long."""
 
+HIDDEN_GROUP_BYTES = 32 << 20
+"""Of hidden states that are kept in memory and written together."""
+
+LIST_TYPES = {"ids": np.uint16, "weights": np.float32, "hidden": np.float16}
 TYPES = (np.int32, np.float64, np.float32, np.bool_, np.int32, np.int64)
 
 
@@ -45,11 +49,13 @@ def check_trace_target(path: Path, option: str) -> None:
 class TraceWriter:
     """A trace under another name beside `path`, which it gets when it is closed: an earlier one stays until then."""
 
-    def __init__(self, path: Path, head: TraceHead, weights: bool) -> None:
+    def __init__(self, path: Path, head: TraceHead, weights: bool, hidden: bool = False) -> None:
         """Begin a trace. Raises SideFileError where it cannot be written."""
         self.path, self.head, self.tokens, self.abandoned = path, head, 0, False
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._schema = make_schema(head, weights)
+        self._schema = make_schema(head, weights, hidden)
+        row_bytes = 2 * head.layers * head.hidden if hidden else 1
+        self._row_group = min(ROW_GROUP, max(1, HIDDEN_GROUP_BYTES // row_bytes))
         self._held: list[TraceRows] = []
         self._holding = 0
         try:
@@ -66,7 +72,7 @@ class TraceWriter:
         """
         self._held.append(rows)
         self._holding += len(rows.window)
-        if self._holding >= ROW_GROUP:
+        if self._holding >= self._row_group:
             if (free := shutil.disk_usage(self._partial.parent).free) < MIN_FREE_BYTES:
                 raise SideFileError(f"cannot write the trace {self.path}: {free >> 20} MiB are free on its disk")
             self._write()
@@ -100,9 +106,9 @@ class TraceWriter:
         columns = [
             pa.array(np.concatenate([rows[place] for rows in held]).astype(kind)) for place, kind in enumerate(TYPES)
         ]
-        columns.append(self._lists([rows.ids for rows in held], np.uint16))
-        if "weights" in self._schema.names:
-            columns.append(self._lists([rows.weights for rows in held if rows.weights is not None], np.float32))
+        for name, kind in LIST_TYPES.items():
+            if name in self._schema.names:
+                columns.append(self._lists([getattr(rows, name) for rows in held], kind))
         self.tokens += len(columns[0])
         try:
             self._writer.write_table(pa.table(columns, schema=self._schema))
@@ -110,8 +116,9 @@ class TraceWriter:
             raise self._failure(error) from error
 
     def _lists(self, parts: list[Column], kind: type) -> Any:
+        width = parts[0][0].size
         flat: Column = np.concatenate([part.reshape(-1) for part in parts]).astype(kind, copy=False)
-        return pa.FixedSizeListArray.from_arrays(pa.array(flat), self.head.layers * self.head.top_k)
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat), width)
 
     def _failure(self, error: Exception) -> SideFileError:
         self.abandon() if hasattr(self, "_writer") else None

@@ -12,11 +12,11 @@ from dynaexq.formats import DEFAULT_QUANTIZER, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_MODES, FLOW
 from dynaexq.store.writer import QUANT_METHOD
 from dynaexq.tuning import Tuning, make_tuning
 
-MODES = ("full", "static", "static-map", "dynaexq", *CACHE_POLICIES)
+MODES = ("full", "static", "static-map", "dynaexq", *CACHE_MODES)
 PAIRED = ("static-map", "dynaexq")
 """Modes with a high and a low tier."""
 STORE_DECIDES = ("group_size", "quantizer")
@@ -39,7 +39,10 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ranking: for `dynaexq`: file made by `dynaexq calibrate`, for a first start.
         record: for `dynaexq`: file to write the version map of every window to.
         replay: for the drive `recorded`: such a file, to be followed.
-        tier: for `static`, `lru` and `lfu`: bf16, int8, int4, int3, int2 or int1; default the lowest tier of the store.
+        predictor: for `expertflow`: `average`, `pregate` or a file made by `dynaexq predictor train`; default the
+            store's own, else `pregate`, else `average`.
+        tier: for `static`, `expertflow` and caches that read on need: bf16, int8, int4,
+            int3, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
         group_size, quantizer: for loading straight from a checkpoint, quantising on the way.
@@ -76,6 +79,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ranking: str | None = None,
         record: str | None = None,
         replay: str | None = None,
+        predictor: str | None = None,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -90,6 +94,8 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         adaptive = {"drive": drive != "thread" or None, "state": state, "ranking": ranking, **maps}
         if mode != "dynaexq":
             _refuse(adaptive, mode, "mode 'dynaexq'")
+        if mode != FLOW:
+            _refuse({"predictor": predictor}, mode, f"mode '{FLOW}'")
         _check_replay(replay, drive)
         if (mode == "static-map") != (profile is not None):
             raise OptionError("mode 'static-map' and a profile go together")
@@ -119,11 +125,12 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.tuning = tuning or {}
         self.state, self.ranking = state, ranking
         self.record, self.replay = record, replay
+        self.predictor = predictor
         self.make_tuning()
 
     def make_tuning(self) -> Tuning:
         """The knobs in force. Raises OptionError for unknown, impossible or useless ones."""
-        return make_tuning(self.tuning, self.mode if self.mode in ("static-map", *CACHE_POLICIES) else self.drive)
+        return make_tuning(self.tuning, self.mode if self.mode in ("static-map", *CACHE_MODES) else self.drive)
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed to `from_pretrained` overrides in the config of a prepared directory."""
@@ -144,7 +151,7 @@ def _check_sizes(
     mode: str, tier: str | None, expert_memory: int | None, pair: dict[str, Any], tuning: dict[str, Any] | None
 ) -> None:
     """Raise OptionError unless tiers and bytes are those that a mode takes."""
-    if mode in CACHE_POLICIES:
+    if mode in CACHE_MODES:
         _refuse(pair, mode, "modes 'dynaexq' and 'static-map'")
         if expert_memory is None or tier is None:
             raise OptionError(f"mode '{mode}' needs a tier, and expert_memory, which says how many experts it holds")

@@ -154,7 +154,8 @@ def _agrees(model: Any, layer: nn.Module, fast: NativeLayer, rotary: RotaryTable
             weights=weights.data_ptr(),
             out=out.data_ptr(),
             threads=thread_count(),
-            routed=lambda _: fast.runtime.bring(fast.moe_layer, ids),
+            routed=lambda _: fast.runtime.bring(fast.moe_layer, ids, None),
+            arrive=lambda _: fast.runtime.arrive(fast.moe_layer, ids),
         )
         return out
 

@@ -76,6 +76,7 @@ class NativeDecoder:
             raise UnfitLayerError("an embedding that is not packed")
         self.layers, self.rotary = layers, RotaryTable(decoder.rotary_emb)
         self.vocabulary: int = head.out_features
+        self._hidden: int = embedding.embedding_dim
         self._runtime, self._top_k = layers[0].runtime, layers[0].top_k
         self._watched = Watched([decoder, embedding, decoder.norm, decoder.rotary_emb, head])
         self._held: list[Any] = [embedding.rows]
@@ -104,6 +105,14 @@ class NativeDecoder:
         ids = torch.empty((len(self.layers), count, self._top_k), dtype=torch.int64)
         weights = torch.empty((len(self.layers), count, self._top_k), dtype=torch.float32)
         logits = torch.empty((count, self.vocabulary), dtype=torch.float32)
+        rows = torch.empty((len(self.layers), count, self._hidden)) if runtime.sees_hidden else None
+
+        def bring(place: int) -> None:
+            runtime.bring(self.layers[place].moe_layer, ids[place], None if rows is None else rows[place])
+
+        def arrive(place: int) -> None:
+            runtime.arrive(self.layers[place].moe_layer, ids[place])
+
         self._native.step(
             sequences=describe_sequences(self.rotary, sequences),
             caches=[describe_cache(cache) for cache in caches],
@@ -113,11 +122,13 @@ class NativeDecoder:
             weights=weights.data_ptr(),
             logits=logits.data_ptr(),
             threads=thread_count(),
-            routed=(lambda place: runtime.bring(self.layers[place].moe_layer, ids[place])) if runtime.cache else None,
+            router_rows=0 if rows is None else rows.data_ptr(),
+            routed=bring if runtime.cache else None,
+            arrive=arrive if runtime.cache else None,
         )
         if runtime.listens:
-            for layer, chosen, shares in zip(self.layers, ids, weights, strict=True):
-                runtime.record(layer.moe_layer, chosen, shares)
+            for place, layer in enumerate(self.layers):
+                runtime.record(layer.moe_layer, ids[place], weights[place], None if rows is None else rows[place])
         return logits
 
 

@@ -21,12 +21,14 @@ from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_exper
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.mapped import own_tensors, release_pages
 from dynaexq.integrations.transformers.norms import replace_norms
+from dynaexq.integrations.transformers.routers import find_routers
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
-from dynaexq.policy.caching import CACHE_POLICIES
+from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.predictor.files import PREDICTOR_NAME
 from dynaexq.residency import BudgetTracker, VersionSource
 from dynaexq.runtime import ExpertRuntime
-from dynaexq.serving import Adaptive, Serving, serve_adaptive, serve_cached, serve_map, serve_uniform
+from dynaexq.serving import Adaptive, Cached, Serving, serve_adaptive, serve_cached, serve_map, serve_uniform
 from dynaexq.store import Checkpoint, ExpertStore
 from dynaexq.store.checkpoint import read_shard
 from dynaexq.store.manifest import DENSE_NAME
@@ -116,7 +118,7 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)
-        runtime = self._serve(budget)
+        runtime = self._serve(model, budget)
         bind_experts(model, self.layers, runtime)
         if config.kernel == "native":
             replace_norms(model)
@@ -125,12 +127,14 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
                 model.dynaexq_decoder = fast.decoder
                 runtime.fused_layers = self.layers.shape.layers
 
-    def _serve(self, budget: BudgetTracker) -> ExpertRuntime:
+    def _serve(self, model: Any, budget: BudgetTracker) -> ExpertRuntime:
         config = self.quantization_config
         serving = Serving(config.mode, self.source, budget, config.kernel, config.activations, loading_progress.get())
-        if config.mode in CACHE_POLICIES:
+        if config.mode in CACHE_MODES:
             assert config.expert_memory is not None
-            return serve_cached(serving, self._tier(), config.expert_memory, config.make_tuning())
+            routers = find_routers(model, self.layers) if config.mode == FLOW else None
+            cached = Cached(self._tier(), config.expert_memory, config.make_tuning(), self._predictor(), routers)
+            return serve_cached(serving, cached)
         if config.mode not in PAIRED:
             return serve_uniform(serving, self._tier())
         tiers = self._tier_pair()
@@ -142,6 +146,11 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         files = (None if name is None else Path(name) for name in names)
         adaptive = Adaptive(tiers, config.expert_memory, config.drive, config.make_tuning(), *files)
         return serve_adaptive(serving, adaptive)
+
+    def _predictor(self) -> str | None:
+        """The predictor that was asked for, else the store's own."""
+        own = self.source.root / PREDICTOR_NAME if isinstance(self.source, ExpertStore) else None
+        return self.quantization_config.predictor or (str(own) if own and own.is_file() else None)
 
     def _tier_pair(self) -> tuple[str, str]:
         config = self.quantization_config

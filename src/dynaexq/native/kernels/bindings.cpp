@@ -67,10 +67,27 @@ LayerGate make_gate(bool clamped, float alpha, float limit, bool interleaved, Ad
   return {{kind, alpha, limit}, interleaved, at<const float>(gate_up_bias), at<const float>(down_bias)};
 }
 
+// Python's `function(layer)`, called without the lock that it needs; nothing for None.
+std::function<void()> make_callback(const nb::object& function, std::size_t layer) {
+  if (function.is_none()) return {};
+  return [&function, layer] {
+    nb::gil_scoped_acquire locked;
+    function(layer);
+  };
+}
+
 void forward_experts(const ExpertLayers& layers, const LayerGate& gate, Words words, bool bfloat16, Address hidden,
-                     Address ids, Address weights, int tokens, int top_k, Address out, int threads) {
+                     Address ids, Address weights, int tokens, int top_k, Address out, int threads,
+                     nb::object arrive) {
+  std::function<void()> arrival;
+  if (!arrive.is_none())
+    arrival = [&arrive] {
+      nb::gil_scoped_acquire locked;
+      arrive();
+    };
   const LayerCall call{number_of(bfloat16), at<const void>(hidden), at<const std::int64_t>(ids),
-                       at<const float>(weights), tokens, top_k, words.data(), &gate, at<void>(out)};
+                       at<const float>(weights), tokens, top_k, words.data(), &gate, at<void>(out),
+                       arrival ? &arrival : nullptr};
   nb::gil_scoped_release unlocked;
   layers.forward(call, threads);
 }
@@ -104,37 +121,33 @@ LayerStep make_step(const CacheTuple& cache, const Words& words, std::int64_t* i
   if (format < 0 || format > static_cast<int>(KvFormat::Int8)) throw std::invalid_argument("unknown format of a cache");
   return {{at<void>(keys), at<void>(values), slot_stride, head_stride, static_cast<KvFormat>(format),
            at<float>(key_scales), at<float>(value_scales)},
-          words.data(), ids, weights, {}};
+          words.data(), ids, weights, {}, {}, nullptr};
 }
 
-// Python's `routed(layer)`, called without the lock that it needs; nothing for None.
-std::function<void()> make_routed(const nb::object& routed, std::size_t layer) {
-  if (routed.is_none()) return {};
-  return [&routed, layer] {
-    nb::gil_scoped_acquire locked;
-    routed(layer);
-  };
-}
 
 void step_layer(const DecoderLayer& layer, const SequencesTuple& sequences, const CacheTuple& cache, Words words,
-                Address hidden, Address ids, Address weights, Address out, int threads, nb::object routed) {
+                Address hidden, Address ids, Address weights, Address out, int threads, nb::object routed,
+                nb::object arrive) {
   LayerStep step = make_step(cache, words, at<std::int64_t>(ids), at<float>(weights));
-  step.routed = make_routed(routed, 0);
+  step.routed = make_callback(routed, 0);
+  step.arrive = make_callback(arrive, 0);
   const Sequences call = make_sequences(sequences);
   nb::gil_scoped_release unlocked;
   layer.step(call, step, at<const float>(hidden), at<float>(out), threads);
 }
 
 void step_model(const DecoderModel& model, const SequencesTuple& sequences, const std::vector<CacheTuple>& caches,
-                const std::vector<Words>& words, Address tokens, Address ids, Address weights, Address logits,
-                int threads, nb::object routed) {
+                const std::vector<Words>& words, Address tokens, Address ids, Address weights, Address router_rows,
+                Address logits, int threads, nb::object routed, nb::object arrive) {
   if (caches.size() != words.size()) throw std::invalid_argument("caches and words are not of one length");
   const Sequences call = make_sequences(sequences);
   const std::ptrdiff_t choices = static_cast<std::ptrdiff_t>(call.count) * model.top_k();
   std::vector<LayerStep> steps;
   for (std::size_t i = 0; i < caches.size(); ++i) {
     steps.push_back(make_step(caches[i], words[i], at<std::int64_t>(ids) + i * choices, at<float>(weights) + i * choices));
-    steps.back().routed = make_routed(routed, i);
+    steps.back().routed = make_callback(routed, i);
+    steps.back().arrive = make_callback(arrive, i);
+    if (router_rows) steps.back().router_rows = at<float>(router_rows) + i * call.count * model.hidden();
   }
   nb::gil_scoped_release unlocked;
   model.step(call, at<const std::int64_t>(tokens), steps, at<float>(logits), threads);
@@ -187,7 +200,7 @@ void bind_kernels(nb::module_& m) {
            nb::arg("formats"), nb::arg("exact"), nb::arg("instructions"))
       .def("forward", &forward_experts, nb::arg("gate"), nb::arg("words"), nb::arg("bfloat16"), nb::arg("hidden"),
            nb::arg("ids"), nb::arg("weights"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("out"),
-           nb::arg("threads"));
+           nb::arg("threads"), nb::arg("arrive").none());
 
   nb::class_<PackedLinear>(m, "PackedLinear")
       .def("__init__",
@@ -221,7 +234,7 @@ void bind_kernels(nb::module_& m) {
            nb::arg("gate"))
       .def("step", &step_layer, nb::kw_only(), nb::arg("sequences"), nb::arg("cache"), nb::arg("words"),
            nb::arg("hidden"), nb::arg("ids"), nb::arg("weights"), nb::arg("out"), nb::arg("threads"),
-           nb::arg("routed").none());
+           nb::arg("routed").none(), nb::arg("arrive").none());
 
   nb::class_<DecoderModel>(m, "DecoderModel")
       .def("__init__",
@@ -233,8 +246,8 @@ void bind_kernels(nb::module_& m) {
            },
            nb::kw_only(), nb::arg("hidden"), nb::arg("embedding"), nb::arg("layers"), nb::arg("norm"), nb::arg("head"))
       .def("step", &step_model, nb::kw_only(), nb::arg("sequences"), nb::arg("caches"), nb::arg("words"),
-           nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("threads"),
-           nb::arg("routed").none());
+           nb::arg("tokens"), nb::arg("ids"), nb::arg("weights"), nb::arg("router_rows"), nb::arg("logits"),
+           nb::arg("threads"), nb::arg("routed").none(), nb::arg("arrive").none());
 }
 
 }  // namespace dynaexq

@@ -48,8 +48,10 @@ void DecoderLayer::step(const Sequences& sequences, const LayerStep& step, const
   normalize(before_experts_, middle);
   router_.matrix.matrix->forward(Number::Float32, normed, count, router_.matrix.bias, logits, threads);
   route(logits, count, step.ids, step.weights);
+  if (step.router_rows) std::copy(normed, normed + size, step.router_rows);
   if (step.routed) step.routed();
-  experts_.forward({Number::Float32, normed, step.ids, step.weights, count, router_.top_k, step.words, &gate_, part},
+  experts_.forward({Number::Float32, normed, step.ids, step.weights, count, router_.top_k, step.words, &gate_, part,
+                    step.arrive ? &step.arrive : nullptr},
                    threads);
   add_rows(middle, part, size, out);
 }

@@ -23,6 +23,8 @@ struct LayerStep {
   std::int64_t* ids;           // [sequences, top_k], written
   float* weights;              // [sequences, top_k], written
   std::function<void()> routed;  // called when these are, before words are read; may be empty
+  std::function<void()> arrive;  // makes words that are of no format yet point to experts; may be empty
+  float* router_rows = nullptr;  // [sequences, hidden], where what the router is given is written before; or null
 };
 
 class DecoderLayer {

@@ -19,7 +19,7 @@ constexpr std::uint64_t kBlockMask = (std::uint64_t{1} << 28) - 1;
 // Pairs (token, place among its experts) of one expert in one wave: [first, first + count) of the sorted pairs.
 struct Segment {
   int expert, first, count, kernel;
-  Tiles version;  // its first byte, or that of its base and its own
+  Tiles version;  // its first byte, or that of its base and its own; null until it arrives
 };
 
 }  // namespace
@@ -66,6 +66,7 @@ struct ExpertLayers::Run {
   std::vector<int> starts;       // [experts + 1] into pairs
   std::vector<int> pairs;        // token * top_k + place, by expert, then by token
   std::vector<Segment> segments;
+  bool pending = false;          // some segments have no version yet
   const float* hidden = nullptr;              // [tokens, hidden]
   std::vector<std::uint8_t*> hidden_rows;     // by kernel; null where no expert that is hit needs it
   std::uint8_t* inner = nullptr;
@@ -95,12 +96,30 @@ struct ExpertLayers::Run {
       int first = starts[expert];
       const int end = starts[expert + 1];
       if (first == end) continue;
-      const std::uint64_t word = call.words[expert], format = word >> 56;
-      const Tiles version = find_version(word);
-      if (!version.base) throw std::out_of_range("the handle of expert " + std::to_string(expert) + " points nowhere");
-      for (; first < end; first += most)
-        segments.push_back({expert, first, std::min(most, end - first), static_cast<int>(format), version});
+      Segment segment{expert, 0, 0, 0, {nullptr}};
+      if (!call.arrive || call.words[expert] >> 56 < layers.kernels_.size()) find_version_of(segment);
+      pending |= !segment.version.base;
+      for (; first < end; first += most) {
+        segment.first = first;
+        segment.count = std::min(most, end - first);
+        segments.push_back(segment);
+      }
     }
+  }
+
+  // After `arrive`.
+  void find_arrived() {
+    for (Segment& segment : segments)
+      if (!segment.version.base) find_version_of(segment);
+    pending = false;
+  }
+
+  void find_version_of(Segment& segment) const {
+    const std::uint64_t word = call.words[segment.expert];
+    segment.version = find_version(word);
+    segment.kernel = static_cast<int>(word >> 56);
+    if (!segment.version.base)
+      throw std::out_of_range("the handle of expert " + std::to_string(segment.expert) + " points nowhere");
   }
 
   // Where the version behind a handle word (core.py) lies; null where it points out of the arena or the format table.
@@ -138,17 +157,19 @@ struct ExpertLayers::Run {
     const bool converted = call.number != Number::Float32;
     std::size_t size = converted ? 2 * align(tokens * width * sizeof(float)) : 0;
     std::vector<std::size_t> offsets(layers.kernels_.size(), SIZE_MAX);
-    for (const Segment& segment : segments) {
-      std::size_t& offset = offsets[segment.kernel];
-      if (offset != SIZE_MAX) continue;
+    const auto lay_out = [&](std::size_t kernel) {
+      std::size_t& offset = offsets[kernel];
+      if (offset != SIZE_MAX) return;
       for (std::size_t other = 0; other < offsets.size(); ++other)
         if (offsets[other] != SIZE_MAX &&
-            layers.kernels_[other].hidden_rows.same_as(layers.kernels_[segment.kernel].hidden_rows))
+            layers.kernels_[other].hidden_rows.same_as(layers.kernels_[kernel].hidden_rows))
           offset = offsets[other];
-      if (offset != SIZE_MAX) continue;
+      if (offset != SIZE_MAX) return;
       offset = size;
-      size += tokens * layers.kernels_[segment.kernel].hidden_rows.stride();
-    }
+      size += tokens * layers.kernels_[kernel].hidden_rows.stride();
+    };
+    for (std::size_t kernel = 0; pending && kernel < offsets.size(); ++kernel) lay_out(kernel);
+    for (const Segment& segment : segments) lay_out(segment.kernel);
     const std::size_t inner_offset = size;
     size += std::min<std::size_t>(pairs.size(), most_pairs()) * layers.inner_stride_;
     std::uint8_t* memory = Scratch::of_thread().take(size);
@@ -236,6 +257,37 @@ struct ExpertLayers::Run {
     }
   }
 
+  // Gate and up of the experts that are there, while the others arrive; then of those.
+  void compute_waiting(Segment* begin, Segment* end, int inner_rows, Phase& rounding, Phase& inner, int threads) {
+    const int chunks = (layers.intermediate_ + inner_rows - 1) / inner_rows;
+    std::vector<const Segment*> ready, rest;
+    for (const Segment* segment = begin; segment != end; ++segment)
+      (segment->version.base ? ready : rest).push_back(segment);
+    const auto compute = [&](const std::vector<const Segment*>& some) {
+      inner.reset(static_cast<int>(some.size()) * chunks, threads);
+      auto work = [&] {
+        rounding.work([&](int unit) { round_unit(unit); });
+        inner.work([&](int unit) {
+          compute_chunk(*some[unit / chunks], begin->first, unit % chunks * inner_rows, inner_rows);
+        });
+      };
+      run_team(threads, work);
+      rounding.reset(0, threads);
+    };
+    compute(ready);
+    (*call.arrive)();
+    find_arrived();
+    compute(rest);
+  }
+
+  void round_unit(int unit) {
+    round_hidden(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, call.tokens));
+  }
+
+  void compute_chunk(const Segment& segment, int wave_first, int first, int rows) {
+    compute_inner(segment, segment.first - wave_first, first, std::min(rows, layers.intermediate_ - first));
+  }
+
   void clear_outputs(int first, int rows) {
     for (int token = 0; token < call.tokens; ++token)
       std::memset(out + static_cast<std::size_t>(token) * layers.hidden_ + first, 0, rows * sizeof(float));
@@ -263,20 +315,18 @@ void ExpertLayers::forward(const LayerCall& call, int threads) const {
   const int output_rows = rows_per_unit(hidden_, kTileRows, longest, threads);
   const int inner_chunks = (intermediate_ + inner_rows - 1) / inner_rows;
   const std::size_t most = run.most_pairs();
-  const Segment *begin = run.segments.data(), *last = begin + run.segments.size();
+  Segment *begin = run.segments.data(), *last = begin + run.segments.size();
   do {  // a wave: as many segments as its inner rows have room for; without tokens, one empty wave
-    const Segment* end = begin;
+    Segment* end = begin;
     for (std::size_t room = most; end != last && static_cast<std::size_t>(end->count) <= room; ++end) room -= end->count;
-    inner.reset(static_cast<int>(end - begin) * inner_chunks, threads);
+    const bool waits = run.pending;
+    if (waits) run.compute_waiting(begin, end, inner_rows, rounding, inner, threads);
+    inner.reset(waits ? 0 : static_cast<int>(end - begin) * inner_chunks, threads);
     outputs.reset((hidden_ + output_rows - 1) / output_rows, threads);
     auto work = [&, begin, end] {
-      rounding.work([&](int unit) {
-        run.round_hidden(unit * kTokensAtOnce, std::min((unit + 1) * kTokensAtOnce, call.tokens));
-      });
+      rounding.work([&](int unit) { run.round_unit(unit); });
       inner.work([&](int unit) {
-        const Segment& segment = begin[unit / inner_chunks];
-        const int first = unit % inner_chunks * inner_rows;
-        run.compute_inner(segment, segment.first - begin->first, first, std::min(inner_rows, intermediate_ - first));
+        run.compute_chunk(begin[unit / inner_chunks], begin->first, unit % inner_chunks * inner_rows, inner_rows);
       });
       outputs.work([&](int unit) {
         const int first = unit * output_rows, rows = std::min(output_rows, hidden_ - first);

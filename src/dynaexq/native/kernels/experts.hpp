@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "rows.hpp"
@@ -37,6 +38,8 @@ struct LayerCall {
   const std::uint64_t* words;  // [experts], handles of a pinned window
   const LayerGate* gate;
   void* out;                 // [tokens, hidden]
+  // Where set, words may be of no format until this was called: experts that are there go as far as they can before.
+  const std::function<void()>* arrive = nullptr;
 };
 
 // Experts of one geometry in an arena. Calls of several threads may overlap.

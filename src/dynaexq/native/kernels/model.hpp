@@ -26,6 +26,7 @@ class DecoderModel {
   // a token that is not there, and what DecoderLayer::step throws.
   void step(const Sequences& sequences, const std::int64_t* tokens, const std::vector<LayerStep>& steps, float* logits,
             int threads) const;
+  int hidden() const { return hidden_; }
   int top_k() const { return layers_.empty() ? 0 : layers_[0]->top_k(); }
 
  private:

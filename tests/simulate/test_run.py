@@ -167,7 +167,7 @@ def test_gaps_are_kept_where_asked_for() -> None:
     ("changes", "words"),
     [
         ({"mode": "fast"}, "unknown mode 'fast'"),
-        ({"tier": "int4"}, "--tier and --mode static or lru or lfu or belady go together"),
+        ({"tier": "int4"}, "--tier and --mode static or lru or two-tier or lfu or belady go together"),
         ({"expert_memory": None}, "needs --expert-memory"),
         ({"high": "int2", "low": "int8"}, "not above"),
         ({"high": None}, "needs --high and --low"),

@@ -31,7 +31,7 @@ class ForesightOptions:
     """
 
     lookahead: int | None = None
-    threshold: float = 0.3
+    threshold: float = 0.5
     standing_share: float = 0.0
     standing_tokens: int = 1000
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from dynaexq.core import MemoryLimitError, OptionError, SideFileError, StoreError
 from dynaexq.formats import DEFAULT_QUANTIZER, tier_rank
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE, base_tier
@@ -18,6 +20,7 @@ from dynaexq.integrations.transformers.config import DynaExqConfig
 from dynaexq.integrations.transformers.families import top_k_of
 from dynaexq.integrations.transformers.loading import Skeleton, load_model, load_tokenizer, open_experts, open_skeleton
 from dynaexq.integrations.transformers.quantizer import runtime_of
+from dynaexq.integrations.transformers.routers import read_routers
 from dynaexq.integrations.transformers.source import CheckpointExperts
 from dynaexq.launch_options import CACHED, DTYPES, PAIRED, LaunchOptions
 from dynaexq.plan.memory import (
@@ -31,6 +34,7 @@ from dynaexq.plan.memory import (
     plan_cache,
 )
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.policy.prediction import Routers
 from dynaexq.residency.layout import share_evenly
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
@@ -158,6 +162,21 @@ class Opened:
         """Of the checkpoint the model comes from."""
         return self.store.fingerprint if self.store else self.source.checkpoint.fingerprint()  # type: ignore[union-attr]
 
+    def routers(self) -> Routers | None:
+        """The weights of its routers, read from disk; None where they are of an unknown form.
+
+        Raises:
+            CheckpointError, StoreError: they cannot be read.
+        """
+        skeleton = self.skeleton
+        if self.source:
+            checkpoint = self.source.checkpoint
+            return read_routers(skeleton.model, skeleton.layers, checkpoint.tensors, checkpoint.read)
+        assert self.store is not None
+        self.store.verify_dense()
+        with safe_open(self.root / DENSE_NAME, "pt") as dense:
+            return read_routers(skeleton.model, skeleton.layers, dense.keys(), dense.get_tensor)
+
     def plan(self, options: LaunchOptions, work: Workload) -> MemoryPlan:
         """Choose mode and tier within the limits, or raise MemoryLimitError with the floor."""
         options.check()
@@ -277,6 +296,11 @@ class Opened:
         if options.mode == "full":
             return (max(serving, key=tier_rank),)
         return serving
+
+    @property
+    def home(self) -> Path:
+        """The store that it is served from, which may still have to be made."""
+        return self.root if self.store else self._cached_store()
 
     def _cached_store(self) -> Path:
         assert self.source is not None

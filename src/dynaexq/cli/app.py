@@ -13,6 +13,7 @@ from dynaexq.cli.evaluate import evaluate
 from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
 from dynaexq.cli.plan import plan
+from dynaexq.cli.predictor import predictor
 from dynaexq.cli.prepare import prepare
 from dynaexq.cli.probe import probe
 from dynaexq.cli.serve import serve
@@ -44,6 +45,7 @@ app.command()(synth)
 app.command()(simulate)
 app.command()(top)
 app.add_typer(trace)
+app.add_typer(predictor)
 
 
 @app.callback(invoke_without_command=True)

@@ -33,6 +33,8 @@ def pick_predictor(
         return lambda: PreGate(routers, min(REACH, shape.layers - 1))
     assert name is not None
     file = load_predictor(Path(name), fingerprint, shape)
+    if file.head.routers and routers is None:
+        raise OptionError(f"predictor {name} corrects what the model's routers say, and they are not known here")
     return lambda: LearnedPredictor(file, routers)
 
 

@@ -31,6 +31,8 @@ class PredictorHead(BaseModel):
         width, middle: numbers inside the corrector of a layer, and inside the window network.
         reach: layers that the corrector looks ahead, into the next pass where they go beyond the last.
         window, ahead: tokens that the window network looks back on, and passes that its chances are for.
+        looks_back: whether the window network is asked: not where a moving average was as good.
+        routers: whether the corrector is one of what the model's routers say; it is worth nothing without them.
         traces, tokens: what it was trained on.
         report: how good it is on what was held out, by name, for people.
     """
@@ -47,6 +49,8 @@ class PredictorHead(BaseModel):
     reach: int = Field(gt=0)
     window: int = Field(gt=0)
     ahead: int = Field(gt=0)
+    routers: bool
+    looks_back: bool = True
     traces: list[str] = []
     tokens: int = 0
     report: dict[str, float] = {}
@@ -68,6 +72,7 @@ class PredictorHead(BaseModel):
             "window.second_bias": (self.middle,),
             "window.third": (size, self.middle),
             "window.third_bias": (size,),
+            "window.trust": (size,),
             "window.mean": (given,),
             "window.spread": (given,),
         }

@@ -23,6 +23,9 @@ EVERY = 8
 PROMPT_TOKENS = 32
 """A pass of more is taken for a prompt, after which one token follows."""
 
+SUREST = 0.01
+"""Chances below this, or above 1 less this, are those of the network alone."""
+
 MOST_ROWS = 8
 """Of a pass, that go into the window."""
 
@@ -54,12 +57,13 @@ class LearnedPredictor:
             self.usual[rows] = 1 - (1 - self._network[rows]) ** min(len(hidden), PROMPT_TOKENS)
             self.likely[rows] = self.usual[rows]
         few = thin(hidden)
-        for distance, chances in enumerate(self._look_ahead(layer, few), 1):
+        for distance, chances in enumerate(self.look_ahead(layer, few), 1):
             later, target = divmod(layer + distance, self._head.layers)
             follow = chances[-1:] if later and len(hidden) > PROMPT_TOKENS else chances
             self.likely[target * experts : (target + 1) * experts] = chance_of_need(follow)
-        self._window.note(layer, counts, hidden)
-        if layer == self._head.layers - 1 and self._window.due:
+        if self._head.looks_back:
+            self._window.note(layer, counts, hidden)
+        if self._head.looks_back and layer == self._head.layers - 1 and self._window.due:
             self._network = self._window.ask()
 
     def forget(self) -> None:
@@ -67,8 +71,8 @@ class LearnedPredictor:
         self._average.forget()
         self._network, self._window = None, TokenWindow(PredictorFile(self._head, self._tensors))
 
-    def _look_ahead(self, layer: int, hidden: Matrix) -> Matrix:
-        """Chances [reach, tokens, experts] that tokens choose experts of the following layers."""
+    def look_ahead(self, layer: int, hidden: Matrix) -> Matrix:
+        """Chances [reach, tokens, experts] that tokens [tokens, hidden] choose experts of the layers after `layer`."""
         head, tensors = self._head, self._tensors
         inner = gelu(hidden @ tensors["corrector.down"][layer].T)
         scores = inner @ tensors["corrector.up"][layer].T + tensors["corrector.bias"][layer]
@@ -116,13 +120,20 @@ class TokenWindow:
         given = (given - tensors["window.mean"]) / tensors["window.spread"]
         inner = gelu(tensors["window.first"] @ given + tensors["window.first_bias"])
         inner = gelu(tensors["window.second"] @ inner + tensors["window.second_bias"])
-        found: Scores = logistic(tensors["window.third"] @ inner + tensors["window.third_bias"]).astype(np.float64)
+        scores = tensors["window.third"] @ inner + tensors["window.third_bias"]
+        found: Scores = logistic(scores + tensors["window.trust"] * log_odds(self._routing)).astype(np.float64)
         return found
 
 
 def routing_weight(window: int) -> float:
     """Of the past in the moving average of routing, whose half-life is half a window."""
     return float(0.5 ** (2 / window))
+
+
+def log_odds(chances: Matrix) -> Matrix:
+    """Of chances, none taken for certain."""
+    sure: Matrix = np.clip(chances, SUREST, 1 - SUREST)
+    return np.log(sure / (1 - sure))
 
 
 def gelu(x: Matrix) -> Matrix:

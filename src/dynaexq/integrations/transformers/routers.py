@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from dynaexq.integrations.transformers.families import ExpertLayers, top_k_of
+from dynaexq.integrations.transformers.source import KeyMap
 from dynaexq.policy.prediction import Routers
 
 
 def find_routers(model: Any, layers: ExpertLayers) -> Routers | None:
     """Weights [layers, experts, hidden] of the routers beside the experts; None where a layer has none of that form."""
-    shape = layers.shape
-    found = [_find_router(model.get_submodule(name.rpartition(".")[0]), shape) for name in layers.modules]
-    weights = [each for each in found if each is not None]
-    if len(weights) < len(found):
-        return None
-    return Routers(np.stack(weights), top_k_of(model.config))
+    return _collect(model, layers, model.get_parameter)
 
 
-def _find_router(block: nn.Module, shape: Any) -> Any:
+def read_routers(
+    skeleton: Any, layers: ExpertLayers, tensors: Iterable[str], read: Callable[[str], torch.Tensor]
+) -> Routers | None:
+    """The same for a model without weights, from `tensors` on disk, which `read` reads.
+
+    Raises:
+        CheckpointError, StoreError: one cannot be read.
+    """
+    sources = KeyMap(skeleton, list(tensors)).sources
+
+    def find(name: str) -> torch.Tensor | None:
+        names = sources[name][None] if set(sources[name]) == {None} else []
+        return read(names[0]) if len(names) == 1 else None
+
+    return _collect(skeleton, layers, find)
+
+
+def _collect(model: Any, layers: ExpertLayers, find: Callable[[str], torch.Tensor | None]) -> Routers | None:
+    shape, found = layers.shape, []
+    for name in layers.modules:
+        weight = find(router) if (router := _name_router(model, name.rpartition(".")[0], shape)) else None
+        if weight is None or weight.is_meta:
+            return None
+        found.append(weight.detach().to(torch.float32).numpy())
+    return Routers(np.stack(found), top_k_of(model.config))
+
+
+def _name_router(model: Any, block: str, shape: Any) -> str | None:
     """The one matrix [experts, hidden] of a MoE block, outside of its experts."""
-    matrices = [each for each in block.parameters() if tuple(each.shape) == (shape.experts, shape.expert.hidden)]
-    if len(matrices) != 1 or matrices[0].is_meta:
-        return None
-    return matrices[0].detach().to(torch.float32).numpy()
+    size = (shape.experts, shape.expert.hidden)
+    names = [name for name, each in model.get_submodule(block).named_parameters() if tuple(each.shape) == size]
+    return f"{block}.{names[0]}" if len(names) == 1 else None

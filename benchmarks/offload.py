@@ -22,9 +22,9 @@ from dynaexq.launch import EMBEDDED_MODEL, Opened
 from dynaexq.llm import LLM
 from dynaexq.simulate.cache import CACHES
 from dynaexq.simulate.costs import Line, StepCosts
+from dynaexq.simulate.options import SimulationOptions
 from dynaexq.simulate.report import simulate
 from dynaexq.simulate.trace_source import open_source
-from dynaexq.simulate.world import SimulationOptions
 from dynaexq.traffic.trace import TraceReader
 
 FILES = ("english_heldout.txt", "gsm8k_test.jsonl", "humaneval.jsonl")

@@ -28,9 +28,9 @@ from dynaexq.launch_options import LaunchOptions
 from dynaexq.llm import LLM
 from dynaexq.simulate.conditions import fit_to_traces
 from dynaexq.simulate.costs import Line, StepCosts
+from dynaexq.simulate.options import SimulationOptions
 from dynaexq.simulate.report import simulate
 from dynaexq.simulate.trace_source import open_source
-from dynaexq.simulate.world import SimulationOptions
 from dynaexq.store import PrepareOptions, prepare_store
 from dynaexq.traffic.trace import TraceHead, TraceReader
 from dynaexq.traffic.trace_edit import write_trace

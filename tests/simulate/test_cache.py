@@ -17,9 +17,10 @@ from dynaexq.policy.caching import CACHE_POLICIES, CacheMap
 from dynaexq.simulate import cache as caches
 from dynaexq.simulate.cache import Belady, SimulatedCache
 from dynaexq.simulate.costs import Line, StepCosts
+from dynaexq.simulate.feed import Asked
+from dynaexq.simulate.options import SimulationOptions
 from dynaexq.simulate.report import simulate
 from dynaexq.simulate.trace_source import open_source
-from dynaexq.simulate.world import SimulationOptions
 from dynaexq.store import ExpertStore
 from dynaexq.traffic.trace import TraceReader
 
@@ -91,8 +92,8 @@ def test_the_engine_and_the_simulator_miss_the_same(
 def test_passes_that_need_more_than_there_is_run_in_groups() -> None:
     shape = ModelShape(2, 4, ExpertShape(64, 32))
     cache = SimulatedCache(shape, CacheMap(8, 3, CACHE_POLICIES["lru"](8, 2)), 100, 1000.0, 0.5)
-    waited = cache.run(np.array([1, 1, 1, 1, 0, 0, 0, 2]))
-    assert cache.map.misses == 5 and cache.counters.waits == 3 and waited == pytest.approx(3 * 0.5 + 5 * 0.1)
+    end = cache.run(Asked(np.array([1, 1, 1, 1, 0, 0, 0, 2]), 6), start=1.0, seconds=2.0)
+    assert cache.map.misses == 5 and cache.counters.waits == 3 and end == pytest.approx(1 + 2 + 3 * 0.5 + 5 * 0.1)
     assert cache.expert_bytes == 300
 
 

@@ -15,10 +15,10 @@ from dynaexq.integrations.transformers import DynaExqConfig, runtime_of
 from dynaexq.integrations.transformers.loading import load_model
 from dynaexq.simulate.costs import Line, StepCosts
 from dynaexq.simulate.feed import read_blocks
+from dynaexq.simulate.options import SimulationOptions
 from dynaexq.simulate.report import simulate
 from dynaexq.simulate.run import Simulation
 from dynaexq.simulate.trace_source import TracedModel, open_source
-from dynaexq.simulate.world import SimulationOptions
 from dynaexq.traffic.trace import TraceHead, TraceReader, TraceRows
 from dynaexq.traffic.trace_writer import TraceWriter
 
@@ -59,7 +59,7 @@ class Rows:
     def __init__(self, rows: TraceRows, pieces: int = 3) -> None:
         self.head, self._rows, self._pieces = HEAD, rows, pieces
 
-    def batches(self, weights: bool = False) -> Any:
+    def batches(self, weights: bool = False, hidden: bool = False) -> Any:
         for part in np.array_split(np.arange(len(self._rows.window)), self._pieces):
             cut = self._rows.cut(part)
             yield cut if weights else cut._replace(weights=None)
@@ -167,7 +167,7 @@ def test_gaps_are_kept_where_asked_for() -> None:
     ("changes", "words"),
     [
         ({"mode": "fast"}, "unknown mode 'fast'"),
-        ({"tier": "int4"}, "--tier and --mode static or lru or two-tier or lfu or belady go together"),
+        ({"tier": "int4"}, "--tier and --mode static or lru or two-tier or lfu or belady or expertflow go together"),
         ({"expert_memory": None}, "needs --expert-memory"),
         ({"high": "int2", "low": "int8"}, "not above"),
         ({"high": None}, "needs --high and --low"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +11,17 @@ import typer
 
 from dynaexq.cli.options import ExpertMemoryOption, HighOption, JsonOption, LowOption, MapOption, TuneOption
 from dynaexq.cli.output import check_outputs, progress_bar, reports_errors, write_json
+from dynaexq.cli.simulate_predictor import read_needed_routers
 from dynaexq.cli.simulate_sweep import SweepOutput, check_configurations, sweep_and_report
 from dynaexq.cli.simulate_view import print_costs, print_report
 from dynaexq.core import OptionError
 from dynaexq.plan.sizes import parse_size
 from dynaexq.plan.speed import read_probe
 from dynaexq.simulate.conditions import fit_to_traces, parse_costs
+from dynaexq.simulate.options import DRIVES, MODES, SimulationOptions
 from dynaexq.simulate.report import simulate as simulate_run
 from dynaexq.simulate.sweep import Settings, SweepJob, apply_settings, combine, parse_gigabytes, parse_grid
 from dynaexq.simulate.trace_source import open_source
-from dynaexq.simulate.world import DRIVES, MODES, SimulationOptions
 from dynaexq.traffic.trace import TraceReader
 from dynaexq.tuning import GIGABYTE, parse_tuning
 
@@ -34,6 +35,18 @@ def simulate(
     low: LowOption = None,
     expert_memory: ExpertMemoryOption = None,
     map: MapOption = None,
+    predictor: Annotated[
+        str | None,
+        typer.Option(
+            help="With --mode expertflow: average, pregate (a trace of --record-hidden, and --store), or a file of "
+            "`dynaexq predictor train`. [default: average]",
+            show_default=False,
+        ),
+    ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Instead, a predictor that knows the trace, with this recall and precision, above 0 to 1."),
+    ] = None,
     tune: TuneOption = None,
     store: Annotated[
         Path | None,
@@ -89,9 +102,10 @@ def simulate(
 ) -> None:
     """Run recorded router traffic through the engine's own policy and transitions, without a model.
 
-    Modes lru and lfu are caches of experts at --tier, read on need; belady is the best that any such cache could do.
+    Modes lru, two-tier and lfu are caches of experts at --tier, read on need; belady is the best that any such cache
+    could do; expertflow also reads ahead, by a predictor, or by the trace itself (--accuracy).
     Says what share of the traffic would run at which tier, how long passes and waits would be, and what would be moved.
-    Names for --sweep: mode, tier, high, low, expert-memory, link (GB/s), and the knobs of --tune.
+    Names for --sweep: mode, tier, high, low, expert-memory, link (GB/s), predictor, accuracy, and the knobs of --tune.
 
     Examples:
 
@@ -100,6 +114,8 @@ def simulate(
       dynaexq simulate run.parquet --high int8 --low int2 --expert-memory 12M --link 2
 
       dynaexq simulate run.parquet --store ./store --expert-memory 12M --probe probe.json --gaps --json -
+
+      dynaexq simulate run.parquet --mode expertflow --tier int4 --expert-memory 4M --link 1 --sweep lookahead=0,1,2,4,8
 
       dynaexq simulate run.parquet --store ./store --probe p.json --sweep expert-memory=8M,12M --sweep alpha=0.8,0.9 \\
         --results runs.jsonl --plot front.svg --configs ./best
@@ -140,21 +156,22 @@ def simulate(
         gaps=gaps,
         profile=map,
         record=record_map,
+        predictor=predictor,
+        accuracy=accuracy,
     )
     runs = combine(grid)
-    _check_runs(
-        options,
-        grid,
-        runs,
-        given={"tier": tier, "high": high, "low": low, "expert-memory": expert_memory, "link": link},
-    )
+    given: dict[str, object] = {"tier": tier, "high": high, "low": low, "expert-memory": expert_memory, "link": link}
+    given |= {"predictor": predictor, "accuracy": accuracy}
+    if configs is not None and (accuracy is not None or "accuracy" in grid):
+        raise OptionError("--configs writes what can be run, and no predictor is known to have an --accuracy")
+    routers = read_needed_routers(_check_runs(options, grid, runs, given), store)
     reader = TraceReader.open(trace)
     open_source(reader.head, store, expert).close()
     if compute is not None and fit:
         raise OptionError("--fit does nothing beside --compute, which says what passes take; leave one out")
     read = probed.read if probed else None
     costs = parse_costs(compute) if compute is not None else fit_to_traces([trace, *(fit or [])], read)
-    job = SweepJob(trace, store, expert, costs, options)
+    job = SweepJob(trace, store, expert, costs, options, routers)
     if sweep:
         sweep_and_report(
             job, runs, jobs or os.cpu_count() or 1, SweepOutput(results, configs, best or 3, plot, json_target)
@@ -168,6 +185,7 @@ def simulate(
             costs,
             reader,
             _counter(progress, reader.tokens),
+            routers,
         )
     reader.close()
     if json_target != "-":
@@ -187,19 +205,22 @@ def _check_sweep(sweep: list[str] | None, *others: object) -> None:
 
 
 def _check_runs(
-    options: SimulationOptions, grid: dict[str, list[str]], runs: list[Settings], given: dict[str, str | None]
-) -> None:
-    """Raise OptionError for a setting that is given twice, or a run that cannot be."""
+    options: SimulationOptions, grid: dict[str, list[str]], runs: list[Settings], given: Mapping[str, object]
+) -> list[SimulationOptions]:
+    """What runs are. Raises OptionError for a setting that is given twice, or a run that cannot be."""
     for name in grid:
         if given.get(name) is not None or name in options.tune:
             option = f"--tune {name}" if name in options.tune else f"--{name}"
             raise OptionError(f"{option} does nothing beside --sweep {name}; leave one out")
+    found = []
     for settings in runs:
         try:
-            apply_settings(options, settings).check()
+            found.append(apply_settings(options, settings))
+            found[-1].check()
         except OptionError as error:
             shown = " ".join(f"--sweep {name}={value}" for name, value in settings.items())
             raise OptionError(f"{shown}: {error}" if shown else str(error)) from None
+    return found
 
 
 def _counter(progress: Callable[[str, int, int], None], total: int) -> Callable[[int], None]:

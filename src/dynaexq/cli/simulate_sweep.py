@@ -13,6 +13,7 @@ from dynaexq.cli.output import progress_bar, stderr, write_json
 from dynaexq.cli.simulate_view import print_costs
 from dynaexq.core import OptionError, SideFileError
 from dynaexq.plan.memory import format_bytes
+from dynaexq.predictor.choice import NAMES
 from dynaexq.simulate.pareto import find_front, loss_of, make_configuration
 from dynaexq.simulate.plot import plot_sweep
 from dynaexq.simulate.sweep import Settings, SweepJob, SweepResults, run_sweep
@@ -73,7 +74,9 @@ def check_configurations(target: Path) -> None:
 def _identify(job: SweepJob) -> str:
     """Of everything that decides results but the settings of a run."""
     options = asdict(replace(job.options, profile=None))
-    files = (job.trace, job.options.profile, job.store and job.store / MANIFEST_NAME)
+    predictor = job.options.predictor
+    files = [job.trace, job.options.profile, job.store and job.store / MANIFEST_NAME]
+    files.append(None if predictor in (None, *NAMES) else Path(predictor))
     whole = [*map(_digest, files), job.expert, job.costs.model_dump(), options]
     return hashlib.blake2b(json.dumps(whole, default=str).encode(), digest_size=16).hexdigest()
 
@@ -96,6 +99,7 @@ def _write_configurations(job: SweepJob, front: list[dict[str, Any]], target: Pa
         "high": options.high,
         "low": options.low,
         "expert_memory": str(options.expert_memory) if options.expert_memory else None,
+        "predictor": options.predictor,
         "map": None if options.profile is None else str(options.profile.resolve()),
         "tune": [f"{name}={value}" for name, value in options.tune.items()],
     }

@@ -36,10 +36,24 @@ def print_report(report: SimulationReport) -> None:
         f"{report.churn:.1f} for a thousand tokens; {report.waits} waits of {report.wait_seconds:.2f} s in all"
     )
     if report.cache:
-        hits, capacity = report.cache["hit_rate"], report.cache["capacity"]
-        print(f"cache of {capacity:.0f} experts: {100 * hits:.1f} % of needs met, {report.cache['misses']:.0f} reads")
+        _print_cache(report.cache)
     for each in report.recoveries:
         print(
             f"shift at {each.at:.1f} s: {100 * each.before:.1f} % above the lowest tier, {100 * each.after:.1f} % in "
             f"the end, 90 % of the way after {each.seconds:.2f} s"
         )
+
+
+def _print_cache(cache: dict[str, float]) -> None:
+    reads = cache.get("loads", cache["misses"])
+    print(f"cache of {cache['capacity']:.0f} experts: {100 * cache['hit_rate']:.1f} % of needs met, {reads:.0f} reads")
+    if "recall" not in cache:
+        return
+    print(
+        f"read ahead: {cache['loads_ahead']:.0f}, of which {cache['useful']:.0f} were needed and {cache['wasted']:.0f} "
+        f"given up before; {cache['late']:.0f} needed while they were read, {cache['cancelled']:.0f} wishes cancelled"
+    )
+    print(
+        f"predictions: {100 * cache['recall']:.1f} % of needs, {100 * cache['precision']:.1f} % of them right; "
+        f"{100 * cache['hidden']:.1f} % of reading hidden, {cache['horizon']:.0f} layers ahead"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 PERIOD = 96
 """Layers after which the horizon is looked at."""
@@ -18,6 +19,14 @@ def lead_steps(load_seconds: float, step_seconds: float, loads: float = 1.0) -> 
     return max(1, math.ceil(loads * load_seconds / step_seconds))
 
 
+class ReadSums(NamedTuple):
+    """Reads that ended, their seconds, and experts that were read ahead and given up unused."""
+
+    loads: int
+    seconds: float
+    wasted: int
+
+
 class Horizon:
     """Layers ahead. Begins with S0 once a period is over, then goes by one where two periods agree."""
 
@@ -26,7 +35,21 @@ class Horizon:
         self.layers = 1 if fixed is None else fixed
         self._most, self._fixed = most, fixed
         self._started, self._last = False, 0
+        self._seen = ReadSums(0, 0.0, 0)
         self._clear()
+
+    def follow(self, layer: int, computed: float, waited: float, sums: ReadSums) -> None:
+        """`layer` begins: see `note` for the layer before it in the pass, where `sums` are those of the whole run."""
+        if layer > 0:
+            seen = self._seen
+            self.note(
+                computed,
+                waited,
+                sums.loads - seen.loads,
+                sums.seconds - seen.seconds,
+                sums.wasted - seen.wasted,
+            )
+        self._seen = sums
 
     def note(self, computed: float, waited: float, loads: int, load_seconds: float, wasted: int) -> None:
         """A layer took so many seconds and waited so long; so many reads, of so many seconds together, ended meanwhile,

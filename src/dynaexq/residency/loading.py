@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -15,6 +16,24 @@ class Load(NamedTuple):
     place: int
     offset: int
     ahead: bool
+
+
+@dataclass
+class LoadCounters:
+    """Reads that ended: how many, those begun ahead, and their seconds, where reads go on side by side of all."""
+
+    loads: int = 0
+    ahead: int = 0
+    seconds: float = 0.0
+
+    def describe(self, waited: float) -> dict[str, float]:
+        """The same, and which share of their time was hidden, where layers waited for so many seconds."""
+        return {
+            "loads": self.loads,
+            "loads_ahead": self.ahead,
+            "load_seconds": self.seconds,
+            "hidden": max(0.0, 1 - waited / self.seconds) if self.seconds else 0.0,
+        }
 
 
 class SlowLink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -10,13 +11,39 @@ from dynaexq.core import ModelShape, OptionError
 from dynaexq.policy.caching import CACHE_POLICIES, CacheMap, CachePolicy, Places
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.transitions import Counters
-from dynaexq.simulate.feed import Block, Integers
+from dynaexq.simulate.feed import Asked, Block
 
 BELADY = "belady"
 CACHES = (*CACHE_POLICIES, BELADY)
+"""Those that read on need alone."""
 
 MAX_NEEDS = 30_000_000
 """Needs of layers for experts that are known ahead at most (`belady`): about 1 GiB."""
+
+
+class VirtualCache(Protocol):
+    """Experts of which only some are resident, in virtual time."""
+
+    map: CacheMap
+    counters: Counters
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all blocks."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether it looks at what routers are given."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of reads."""
+
+    def run(self, asked: Asked, start: float, seconds: float) -> float:
+        """One pass, which takes so many seconds beside what it waits; returns when it ends."""
+
+    def describe(self) -> dict[str, float]:
+        """Who was resident when they were needed, and what became of reads."""
 
 
 class Belady:
@@ -61,14 +88,25 @@ class SimulatedCache:
         self.map, self.counters = cache, Counters()
         self._shape, self._nbytes, self._link, self._latency = shape, nbytes, link, latency
 
+    watches = False
+
     @property
     def expert_bytes(self) -> int:
-        """Of all blocks."""
+        """See VirtualCache."""
         return self.map.capacity * self._nbytes
 
-    def run(self, counts: Integers) -> float:
-        """One pass with so many selections of every expert [layers * experts]; returns the seconds that it waits."""
-        waited, experts = 0.0, self._shape.experts
+    @property
+    def busy_seconds(self) -> float:
+        """See VirtualCache."""
+        return self.counters.wait_seconds
+
+    def describe(self) -> dict[str, float]:
+        """See VirtualCache."""
+        return self.map.describe()
+
+    def run(self, asked: Asked, start: float, seconds: float) -> float:
+        """See VirtualCache."""
+        waited, experts, counts = 0.0, self._shape.experts, asked.counts
         for layer in range(self._shape.layers):
             needed = layer * experts + np.flatnonzero(counts[layer * experts : (layer + 1) * experts])
             for group in self.map.split(needed):
@@ -80,7 +118,7 @@ class SimulatedCache:
                     self.counters.waits += 1
                     self.counters.bytes_moved += len(missing) * self._nbytes
         self.counters.wait_seconds += waited
-        return waited
+        return start + seconds + waited
 
 
 def make_policy(name: str, shape: ModelShape, ahead: Callable[[], Iterable[Block]]) -> CachePolicy:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from dynaexq.simulate.sweep import PLAIN
+from dynaexq.policy.caching import FLOW
+from dynaexq.predictor.choice import AVERAGE, NAMES
+from dynaexq.simulate.sweep import OWN, PLAIN
 
 Result = dict[str, Any]
 
@@ -29,8 +32,12 @@ def find_front(results: Sequence[Result]) -> list[Result]:
 def make_configuration(settings: dict[str, str], fixed: dict[str, Any]) -> dict[str, Any]:
     """Options of `dynaexq generate` and `serve` (--config) for the settings of a run; `fixed` are those of all runs."""
     named = {name.replace("-", "_"): value for name, value in settings.items() if name in (*PLAIN, "expert-memory")}
-    knobs = [f"{name}={value}" for name, value in settings.items() if name not in (*PLAIN, "expert-memory", "link")]
+    others = (*PLAIN, "expert-memory", *OWN)
+    knobs = [f"{name}={value}" for name, value in settings.items() if name not in others]
     chosen = {**fixed, **named, "tune": [*fixed.get("tune", []), *knobs]}
+    if chosen.get("mode") == FLOW:
+        predictor = chosen.get("predictor") or AVERAGE  # a store's own would be another
+        chosen["predictor"] = predictor if predictor in NAMES else str(Path(predictor).resolve())
     return {name: value for name, value in chosen.items() if value not in (None, [])}
 
 

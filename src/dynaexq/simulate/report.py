@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import tee
 from typing import Any
 
 from dynaexq.core import OptionError
+from dynaexq.policy.prediction import Routers
+from dynaexq.predictor.choice import AVERAGE
 from dynaexq.residency import VersionSource
 from dynaexq.residency.transitions import Counters
 from dynaexq.simulate.costs import StepCosts
 from dynaexq.simulate.feed import read_blocks
 from dynaexq.simulate.journal import Journal, Recovery, Spread
-from dynaexq.simulate.world import SimulationOptions, build
+from dynaexq.simulate.options import SimulationOptions
+from dynaexq.simulate.world import build
 from dynaexq.traffic.trace import TraceReader
 
 
@@ -28,7 +32,8 @@ class SimulationReport:
         read_bytes_per_token: of expert versions, on average.
         waits, wait_seconds: passes that waited for copies, and how long.
         churn: transitions per thousand tokens.
-        cache: of a cache: how many experts it holds, and needs of layers that it met or not.
+        cache: of a cache: how many experts it holds, needs of layers that it met or not, and for `expertflow` what
+            became of reads and predictions, by the engine's names.
     """
 
     passes: int
@@ -72,8 +77,9 @@ def simulate(
     costs: StepCosts,
     reader: TraceReader,
     progress: Callable[[int], None] = lambda _: None,
+    routers: Routers | None = None,
 ) -> SimulationReport:
-    """Run a trace under `options`; `progress(tokens)` every now and then.
+    """Run a trace under `options`; `progress(tokens)` every now and then; `routers` are for predictors that ask them.
 
     Raises:
         OptionError, MemoryLimitError: such a run cannot be had.
@@ -82,11 +88,21 @@ def simulate(
     mass = options.tune.get("signal") == "mass"
     if mass and not reader.has_weights:
         raise OptionError("signal=mass needs routing weights, which the trace does not have; leave it out")
-    simulation, moving = build(source, options, costs, lambda: read_blocks(reader))
-    simulation.run(read_blocks(reader, mass), progress)
-    journal, control = simulation.journal, moving.control if moving else None
+    ahead, passes = read_blocks(reader), None
+    if options.accuracy is not None:  # whoever knows the next pass reads along: two readers at a time are too many
+        ahead, passes = tee(ahead)
+    simulation, moving = build(source, options, costs, lambda: ahead, routers)
     cache = simulation.cache
+    watches = cache is not None and cache.watches
+    if watches and not reader.has_hidden:
+        raise OptionError(
+            f"--predictor {options.predictor} looks at hidden states, which the trace does not have; record one with "
+            f"--record-hidden, or take --predictor {AVERAGE}"
+        )
+    simulation.run(passes or read_blocks(reader, mass, watches), progress)
+    journal, control = simulation.journal, moving.control if moving else None
     counters = control.pipeline.counters if control else cache.counters if cache else Counters()
+    busy = moving.link.busy_seconds if moving else cache.busy_seconds if cache else 0.0
     seconds, tokens = simulation.seconds, sum(journal.tokens.values())
     by_tier = simulation.by_tier()
     by_tier /= max(float(by_tier.sum()), 1e-30)
@@ -113,9 +129,9 @@ def simulate(
         demotions=counters.demotions,
         deferred=counters.deferred,
         churn=1000 * moves / max(tokens, 1),
-        link_busy=moving.link.busy_seconds / max(seconds, 1e-30) if moving else 0.0,
+        link_busy=busy / max(seconds, 1e-30),
         updates=control.ticks if control else 0,
-        cache=cache.map.describe() if cache else None,
+        cache=cache.describe() if cache else None,
         recoveries=journal.recoveries(),
     )
 

@@ -11,7 +11,7 @@ from dynaexq.control import ControlLoop
 from dynaexq.device.virtual import VirtualClock, VirtualLink, VirtualWake
 from dynaexq.policy.hotness import Scores
 from dynaexq.residency.versions import Levels
-from dynaexq.simulate.cache import SimulatedCache
+from dynaexq.simulate.cache import VirtualCache
 from dynaexq.simulate.costs import StepCosts
 from dynaexq.simulate.feed import Block, Integers
 from dynaexq.simulate.journal import Journal, Passes
@@ -44,7 +44,7 @@ class Simulation:
         gaps: bool = False,
         losses: Scores | None = None,
         drag: float = 0.0,
-        cache: SimulatedCache | None = None,
+        cache: VirtualCache | None = None,
     ) -> None:
         """Put everything in its place.
 
@@ -83,7 +83,7 @@ class Simulation:
         return self._clock.now
 
     @property
-    def cache(self) -> SimulatedCache | None:
+    def cache(self) -> VirtualCache | None:
         """Which experts are resident, where not all are."""
         return self._cache
 
@@ -171,16 +171,18 @@ class Simulation:
             self._note(block, rows, counts, passes, [] if prefill else steps)
         return done
 
-    def _run_cached(self, cache: SimulatedCache, block: Block, place: int) -> float:
+    def _run_cached(self, cache: VirtualCache, block: Block, place: int) -> float:
         """A pass that waits for experts which are not resident."""
-        prefill, rows = bool(block.prefill[place]), block.rows(place)
-        counts = block.selections(rows, self._levels.size)
-        nbytes, start = self._read(counts), self._start(block, place)
-        tokens = rows.stop - rows.start
-        seconds = float(self._costs.line(prefill).seconds(tokens, nbytes)) + cache.run(counts)
-        self._clock.reach(start + seconds)
-        self._note(block, rows, counts, Passes(1, prefill, tokens, seconds, nbytes), [])
-        return start + seconds
+        prefill, asked, start = (
+            bool(block.prefill[place]),
+            block.asked(place, self._levels.size),
+            self._start(block, place),
+        )
+        nbytes = self._read(asked.counts)
+        end = cache.run(asked, start, float(self._costs.line(prefill).seconds(asked.tokens, nbytes)))
+        self._clock.reach(end)
+        self._note(block, block.rows(place), asked.counts, Passes(1, prefill, asked.tokens, end - start, nbytes), [])
+        return end
 
     def _run_one(self, block: Block, place: int) -> float:
         """A pass beside which things happen: its window pins versions as those of the engine do."""

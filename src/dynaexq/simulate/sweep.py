@@ -13,16 +13,20 @@ from typing import Any
 
 from dynaexq.core import DynaExqError, OptionError, SideFileError
 from dynaexq.plan.sizes import parse_size
+from dynaexq.policy.prediction import Routers
 from dynaexq.simulate.costs import StepCosts
+from dynaexq.simulate.options import SimulationOptions
 from dynaexq.simulate.report import simulate
 from dynaexq.simulate.trace_source import open_source
-from dynaexq.simulate.world import SimulationOptions
 from dynaexq.store.files import replace_atomically, write_all
 from dynaexq.traffic.trace import TraceReader
 from dynaexq.tuning import GIGABYTE, KNOBS, parse_tuning
 
 MAX_RUNS = 10_000
-PLAIN = ("mode", "high", "low", "tier")
+PLAIN = ("mode", "high", "low", "tier", "predictor")
+OWN = ("link", "accuracy")
+"""Settings of simulations alone."""
+
 Settings = dict[str, str]
 
 
@@ -35,11 +39,12 @@ class SweepJob:
     expert: str | None
     costs: StepCosts
     options: SimulationOptions
+    routers: Routers | None = None
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
     """Values by name of `NAME=V1,V2`. Raises OptionError for unknown names, none or repeated values."""
-    known = (*PLAIN, "expert-memory", "link", *KNOBS)
+    known = (*PLAIN, "expert-memory", *OWN, *KNOBS)
     grid: dict[str, list[str]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -75,6 +80,8 @@ def apply_settings(options: SimulationOptions, settings: Settings) -> Simulation
         plain["expert_memory"] = parse_size(memory, "--sweep expert-memory")
     if (link := settings.get("link")) is not None:
         plain["link"] = parse_gigabytes(link, "--sweep link")
+    if (accuracy := settings.get("accuracy")) is not None:
+        plain["accuracy"] = _parse_share(accuracy)
     tune = options.tune | parse_tuning([f"{name}={value}" for name, value in settings.items() if name in KNOBS])
     return replace(options, **plain, tune=tune)
 
@@ -88,6 +95,13 @@ def parse_gigabytes(text: str, option: str) -> float:
     if not 0 < value < float("inf"):
         raise OptionError(f"{option} {text}: write gigabytes per second, such as 2.5")
     return value
+
+
+def _parse_share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"--sweep accuracy={text}: write a share, such as 0.9") from None
 
 
 class SweepResults:
@@ -158,7 +172,7 @@ def _run(work: tuple[SweepJob, Settings]) -> tuple[Settings, dict[str, Any]]:
         reader = TraceReader.open(job.trace)
         try:
             source = open_source(reader.head, job.store, job.expert)
-            report = simulate(source, options, job.costs, reader)
+            report = simulate(source, options, job.costs, reader, routers=job.routers)
         finally:
             reader.close()
     except DynaExqError as error:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dynaexq.core import ExpertShape, ModelShape, OptionError, SideFileError
-from dynaexq.formats import ExpertFormat, tier_format
+from dynaexq.formats import ExpertFormat, VersionLayout, tier_format
 from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.residency import VersionSource
 from dynaexq.store import ExpertStore
@@ -68,6 +68,11 @@ def open_source(head: TraceHead, store: Path | None, expert: str | None) -> Vers
     if not (head.hidden and head.intermediate):
         raise OptionError("the trace does not say how large experts are; add --store DIR or --expert 2048x768")
     return TracedModel(head, ExpertShape(head.hidden, head.intermediate))
+
+
+def version_bytes(source: VersionSource, tier: str) -> int:
+    """Of an expert at a tier, padding included."""
+    return VersionLayout.of(source.format(tier), source.shape.expert).extent_bytes
 
 
 def parse_expert(text: str) -> ExpertShape:

@@ -209,9 +209,10 @@ class Stream:
         self.answer = Answer("".join(pieces), tuple(tokens), finish, self._text.stopped)
 
     def wait(self) -> Answer:
-        """The whole answer. Raises GenerationError if it failed."""
-        for _ in self:
-            pass
+        """The whole answer, also when it was waited for before. Raises GenerationError if it failed."""
+        if self.answer is None:
+            for _ in self:
+                pass
         assert self.answer is not None
         return self.answer
 

@@ -100,14 +100,20 @@ class Foreseen:
         self._experts = len(predictor.likely) // layers
         self._layer_of = np.repeat(np.arange(layers), self._experts)
         self._layer = layers - 1
+        self._worth: Scores | None = None
 
     def note(self, places: Places) -> None:
         """See CachePolicy."""
-        self._layer = int(places[0]) // self._experts
+        self._layer, self._worth = int(places[0]) // self._experts, None
 
     @property
     def worth(self) -> Scores:
-        """See CachePolicy."""
+        """See CachePolicy. As of when a layer last needed experts: predictions change just before that."""
+        if self._worth is None:
+            self._worth = self._weigh()
+        return self._worth
+
+    def _weigh(self) -> Scores:
         likely, usual = self._predictor.likely, self._predictor.usual
         passes = (1 - likely) / np.maximum(usual, RAREST)
         worth = -((self._layer_of - self._layer - 1) % self._layers + 1 + self._layers * passes)

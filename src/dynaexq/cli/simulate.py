@@ -17,6 +17,7 @@ from dynaexq.cli.simulate_view import print_costs, print_report
 from dynaexq.core import OptionError
 from dynaexq.plan.sizes import parse_size
 from dynaexq.plan.speed import read_probe
+from dynaexq.predictor.choice import NAMES
 from dynaexq.simulate.conditions import fit_to_traces, parse_costs
 from dynaexq.simulate.options import DRIVES, MODES, SimulationOptions
 from dynaexq.simulate.report import simulate as simulate_run
@@ -125,7 +126,8 @@ def simulate(
     _check_sweep(sweep, jobs, results, configs, plot, record_map)
     outputs = {"--json": json_target, "--plot": plot, "--results": results, "--record-map": record_map}
     typed = None if compute is None or "=" in compute else Path(compute)
-    check_outputs(outputs, (trace, map, probe, typed, *(fit or [])))
+    trained = None if predictor in (None, *NAMES) else Path(predictor)
+    check_outputs(outputs, (trace, map, probe, typed, trained, *(fit or [])))
     if configs is not None:
         check_configurations(configs)
         if drive == "replay":
@@ -164,9 +166,10 @@ def simulate(
     given |= {"predictor": predictor, "accuracy": accuracy}
     if configs is not None and (accuracy is not None or "accuracy" in grid):
         raise OptionError("--configs writes what can be run, and no predictor is known to have an --accuracy")
-    routers = read_needed_routers(_check_runs(options, grid, runs, given), store)
+    checked = _check_runs(options, grid, runs, given)
     reader = TraceReader.open(trace)
     open_source(reader.head, store, expert).close()
+    routers = read_needed_routers(checked, reader, store)
     if compute is not None and fit:
         raise OptionError("--fit does nothing beside --compute, which says what passes take; leave one out")
     read = probed.read if probed else None

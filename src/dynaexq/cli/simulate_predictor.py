@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from dynaexq.core import OptionError
@@ -12,16 +11,20 @@ from dynaexq.policy.prediction import Routers
 from dynaexq.predictor.choice import AVERAGE, PREGATE
 from dynaexq.predictor.files import read_predictor
 from dynaexq.simulate.options import SimulationOptions
+from dynaexq.simulate.report import check_trace
+from dynaexq.traffic.trace import TraceReader
 
 
-def read_needed_routers(runs: Iterable[SimulationOptions], store: Path | None) -> Routers | None:
-    """Those of the store's model, where a predictor of `runs` asks them.
+def read_needed_routers(runs: list[SimulationOptions], reader: TraceReader, store: Path | None) -> Routers | None:
+    """Those of the store's model, where a predictor of `runs` over a trace asks them.
 
     Raises:
-        OptionError: one does, and there is no store.
+        OptionError: one does, and there is no store, or the trace lacks what it looks at.
         SideFileError, StoreError, UnsupportedModelError: a predictor or the store cannot be read.
     """
-    asking = [name for name in {run.predictor for run in runs} if name is not None and _asks(name)]
+    for run in runs:
+        check_trace(run, reader)
+    asking = [name for name in sorted({run.predictor for run in runs if run.predictor}) if _asks(name)]
     if not asking:
         return None
     if store is None:

@@ -32,10 +32,6 @@ class VirtualCache(Protocol):
         """Of all blocks."""
 
     @property
-    def watches(self) -> bool:
-        """Whether it looks at what routers are given."""
-
-    @property
     def busy_seconds(self) -> float:
         """Of reads."""
 
@@ -87,8 +83,6 @@ class SimulatedCache:
         """Reads take `latency` seconds for each layer that waits, and their bytes over `link` bytes per second."""
         self.map, self.counters = cache, Counters()
         self._shape, self._nbytes, self._link, self._latency = shape, nbytes, link, latency
-
-    watches = False
 
     @property
     def expert_bytes(self) -> int:

@@ -41,11 +41,6 @@ class SimulatedFlow:
         return self.map.capacity * self._nbytes
 
     @property
-    def watches(self) -> bool:
-        """See VirtualCache."""
-        return self.foresight.predictor.watches
-
-    @property
     def busy_seconds(self) -> float:
         """See VirtualCache."""
         return self.loads.seconds

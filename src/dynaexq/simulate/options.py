@@ -11,7 +11,7 @@ from dynaexq.formats import tier_format, tier_rank
 from dynaexq.formats.base import require_standing
 from dynaexq.launch_options import ADAPTIVE
 from dynaexq.policy.caching import FLOW
-from dynaexq.predictor.choice import check_predictor
+from dynaexq.predictor.choice import AVERAGE, check_predictor
 from dynaexq.simulate.cache import CACHES
 from dynaexq.simulate.oracle import check_accuracy
 from dynaexq.tuning import Tuning, make_tuning
@@ -121,6 +121,16 @@ class SimulationOptions:
     def moves(self) -> str:
         """What moves versions: the drive of the control loop, or the mode of a run in which none move."""
         return self.drive if self.mode in ("dynaexq", "no-hysteresis") else self.mode
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it looks at routing weights."""
+        return self.tune.get("signal") == "mass"
+
+    @property
+    def watches(self) -> bool:
+        """Whether it looks at what routers were given."""
+        return self.predictor not in (None, AVERAGE)
 
     def speed(self, tuning: Tuning) -> float:
         """Bytes per second of copies, under these knobs."""

@@ -85,21 +85,13 @@ def simulate(
         OptionError, MemoryLimitError: such a run cannot be had.
         SideFileError: the trace is damaged.
     """
-    mass = options.tune.get("signal") == "mass"
-    if mass and not reader.has_weights:
-        raise OptionError("signal=mass needs routing weights, which the trace does not have; leave it out")
+    check_trace(options, reader)
     ahead, passes = read_blocks(reader), None
     if options.accuracy is not None:  # whoever knows the next pass reads along: two readers at a time are too many
         ahead, passes = tee(ahead)
     simulation, moving = build(source, options, costs, lambda: ahead, routers)
     cache = simulation.cache
-    watches = cache is not None and cache.watches
-    if watches and not reader.has_hidden:
-        raise OptionError(
-            f"--predictor {options.predictor} looks at hidden states, which the trace does not have; record one with "
-            f"--record-hidden, or take --predictor {AVERAGE}"
-        )
-    simulation.run(passes or read_blocks(reader, mass, watches), progress)
+    simulation.run(passes or read_blocks(reader, options.weighs, options.watches), progress)
     journal, control = simulation.journal, moving.control if moving else None
     counters = control.pipeline.counters if control else cache.counters if cache else Counters()
     busy = moving.link.busy_seconds if moving else cache.busy_seconds if cache else 0.0
@@ -134,6 +126,17 @@ def simulate(
         cache=cache.describe() if cache else None,
         recoveries=journal.recoveries(),
     )
+
+
+def check_trace(options: SimulationOptions, reader: TraceReader) -> None:
+    """Raise OptionError where the trace lacks what a run under `options` looks at."""
+    if options.weighs and not reader.has_weights:
+        raise OptionError("signal=mass needs routing weights, which the trace does not have; leave it out")
+    if options.watches and not reader.has_hidden:
+        raise OptionError(
+            f"--predictor {options.predictor} looks at hidden states, which the trace does not have; record one with "
+            f"--record-hidden, or take --predictor {AVERAGE}"
+        )
 
 
 def _rate(journal: Journal) -> float | None:

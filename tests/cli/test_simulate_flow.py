@@ -61,8 +61,9 @@ def test_a_recorded_run_reads_ahead(watched: Path, store: Path, tmp_path: Path) 
 def test_knobs_of_reading_ahead_are_swept_and_used(recorded: Path, tmp_path: Path) -> None:
     configs, whole = tmp_path / "best", tmp_path / "s.json"
     sweep = ("--sweep", "lookahead=0,1,4", "--sweep", "threshold=0.01,0.3", "--sweep", "standing_share=0,0.5")
-    run("simulate", str(recorded), *FLOW, *COMPUTE, *sweep, "--jobs", "2", "--configs", str(configs), "--best", "1",
-        "--json", str(whole))  # fmt: skip
+    shown = run("simulate", str(recorded), *FLOW, *COMPUTE, *sweep, "--jobs", "2", "--configs", str(configs), "--best",
+                "1", "--json", str(whole)).stdout  # fmt: skip
+    assert "% of needs met" in shown
     runs = json.loads(whole.read_text())["runs"]
     assert len(runs) == 12 and not any("error" in each for each in runs)
     ahead = {look: [each["cache"]["loads_ahead"] for each in runs if each["settings"]["lookahead"] == look]

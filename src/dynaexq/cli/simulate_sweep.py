@@ -120,8 +120,12 @@ def _describe(settings: Settings) -> str:
 
 
 def _summarise(result: dict[str, Any]) -> str:
-    quality = "predicted KL" if result["predicted_kl"] is not None else "share at the lowest tier"
+    quality = (
+        f"{'share at the lowest tier' if result['predicted_kl'] is None else 'predicted KL'} {loss_of(result):.4g}"
+    )
+    if result["cache"]:
+        quality = f"{100 * result['cache']['hit_rate']:.1f} % of needs met"
     return (
-        f"{quality} {loss_of(result):.4g}, {result['tokens_per_second']:.1f} tokens/s, "
+        f"{quality}, {result['tokens_per_second']:.1f} tokens/s, "
         f"{format_bytes(result['expert_bytes'])} of experts, {format_bytes(result['bytes_moved'])} moved"
     )

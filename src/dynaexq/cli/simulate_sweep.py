@@ -123,7 +123,7 @@ def _summarise(result: dict[str, Any]) -> str:
     quality = (
         f"{'share at the lowest tier' if result['predicted_kl'] is None else 'predicted KL'} {loss_of(result):.4g}"
     )
-    if result["cache"]:
+    if result.get("cache"):
         quality = f"{100 * result['cache']['hit_rate']:.1f} % of needs met"
     return (
         f"{quality}, {result['tokens_per_second']:.1f} tokens/s, "

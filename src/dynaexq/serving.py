@@ -18,6 +18,7 @@ from dynaexq.device import CpuDevice
 from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
+from dynaexq.kernels.threads import keep_numpy_single
 from dynaexq.plan.memory import cache_capacity
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
@@ -103,6 +104,7 @@ def serve_cached(serving: Serving, cached: Cached) -> ExpertRuntime:
     capacity = cache_capacity(shape, tier, _size(source, tier), cached.expert_memory)
     make_mind = partial(make_cache_mind, serving.mode, shape, capacity)
     if serving.mode == FLOW:
+        keep_numpy_single()
         make_predictor = pick_predictor(cached.predictor, cached.routers, shape, source.fingerprint)
         make_mind = partial(make_flow_mind, make_predictor, shape, capacity, tuning.foresight)
     link = tuning.link_bytes_per_second

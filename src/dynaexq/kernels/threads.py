@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import torch
+from threadpoolctl import threadpool_limits
 
 
 @functools.cache
@@ -24,6 +25,12 @@ def usable_cores() -> int:
 def thread_count() -> int:
     """Threads of a kernel call: what torch uses (OMP_NUM_THREADS, set_num_threads), never more than cores."""
     return min(torch.get_num_threads(), usable_cores())
+
+
+def keep_numpy_single() -> None:
+    """Keep numpy's products on the thread that asks: a pool of its own fights the kernels' for cores, and turns what
+    predictors ask of routers between layers from a fifth of a millisecond into two. For the whole process."""
+    threadpool_limits(1, user_api="blas")
 
 
 def limit_torch_threads() -> None:

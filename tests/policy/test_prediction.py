@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dynaexq.core import ExpertShape, ModelShape, OptionError
+from dynaexq.policy import trial
 from dynaexq.policy.foresight import Foresight, ForesightOptions, make_flow_mind
 from dynaexq.policy.horizon import PERIOD, Horizon, lead_steps
 from dynaexq.policy.prediction import (
@@ -77,7 +78,10 @@ def run_period(horizon: Horizon, waited: float = 0.0, loads: int = 1, wasted: in
     return horizon.layers
 
 
-def test_the_horizon_starts_by_the_formula_and_goes_by_one_where_two_periods_agree() -> None:
+def test_the_horizon_starts_by_the_formula_and_goes_by_one_where_two_periods_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "FIRST", 1000)
     horizon = Horizon(6)
     assert run_period(horizon) == 3
     assert run_period(horizon, waited=0.01) == 3 and run_period(horizon, waited=0.01) == 4
@@ -87,6 +91,28 @@ def test_the_horizon_starts_by_the_formula_and_goes_by_one_where_two_periods_agr
     assert [run_period(horizon, wasted=1) for _ in range(4)] == [6, 5, 5, 4]
     fixed = Horizon(6, 2)
     assert [run_period(fixed, waited=0.1) for _ in range(3)] == [2, 2, 2]
+
+
+def test_reading_ahead_is_left_out_where_it_does_not_pay() -> None:
+    horizon, costs = Horizon(6), {True: 0.02, False: 0.01}
+    ahead = []
+    for period in range(400):
+        if period == 200:
+            costs = {True: 0.01, False: 0.02}
+        for _ in range(PERIOD):
+            horizon.note(costs[horizon.layers > 0], 0.0, 1, 0.025, 0)
+        ahead.append(horizon.layers > 0)
+    assert sum(ahead[20:200]) < 12 and ahead[:3] == [True] * 3
+    assert sum(ahead[300:]) > 95
+
+
+def test_trials_do_not_follow_noise() -> None:
+    found, random = trial.Trial(), np.random.default_rng(0)
+    on = []
+    for _ in range(1000):
+        found.note(float(random.normal(1.0, 0.01)))
+        on.append(found.on)
+    assert np.mean(on) > 0.95
 
 
 def test_steady_experts_stand_and_those_in_bursts_do_not() -> None:

@@ -126,7 +126,7 @@ def test_the_example_of_the_specification() -> None:
 
 def test_a_horizon_that_finds_itself_waits_less_than_one_layer_ahead() -> None:
     shape = ModelShape(12, 16, ExpertShape(64, 32))
-    needs = [[[number % 16 if layer % 3 == 0 else 0] for layer in range(12)] for number in range(120)]
+    needs = [[[number % 16 if layer % 3 == 0 else 0] for layer in range(12)] for number in range(110)]
     oracle = partial(Oracle, shape, 1.0, masks(needs, 16))
     flow, _ = make_flow(shape, 20, oracle, ForesightOptions(None))
     waits = run(flow, needs, 16)

@@ -245,7 +245,7 @@ class ExpertRuntime:
         groups = cache.look(layer, call.ids.numpy(), hidden)
         if len(groups) > 1:
             return forward_in_groups(self.kernel, call, groups, lambda group: cache.bring(layer, group, call.words))
-        if not cache.foresight:
+        if not cache.overlaps:
             cache.bring(layer, groups[0], call.words)
             return self.kernel.forward(call)
         cache.request(layer, groups[0], call.words)
@@ -263,7 +263,7 @@ class ExpertRuntime:
         """
         if self.cache:
             (group,) = self.cache.look(layer, ids.numpy(), None if hidden is None else hidden.numpy())
-            request = self.cache.request if self.cache.foresight else self.cache.bring
+            request = self.cache.request if self.cache.overlaps else self.cache.bring
             request(layer, group, self.words(layer))
 
     def arrive(self, layer: int, ids: torch.Tensor) -> None:

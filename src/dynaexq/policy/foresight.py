@@ -120,13 +120,22 @@ class Foresight:
                 return place, victims
         return None
 
+    @property
+    def waiting(self) -> int:
+        """Wishes that nobody has looked at yet."""
+        return len(self._wishes)
+
     def describe(self) -> dict[str, float]:
-        """How good predictions were, and what became of wishes."""
+        """How good predictions were, what became of wishes, and the knobs in force."""
         return {
+            "predicted": self.predicted,
+            "predicted_right": self.right,
             "recall": self.right / max(1, self.needed),
             "precision": self.right / max(1, self.predicted),
             "horizon": self.horizon.layers,
             "cancelled": self.cancelled,
+            "threshold": self._options.threshold,
+            "standing_share": self._options.standing_share,
         }
 
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,23 +21,15 @@ from dynaexq.core import ExpertKey
 from dynaexq.device import Device
 from dynaexq.policy.caching import CacheMap, Places
 from dynaexq.policy.foresight import CacheMind
+from dynaexq.policy.horizon import ReadSums
 from dynaexq.policy.prediction import Matrix
 from dynaexq.residency.arena import READERS, ExpertArena, VersionSource
 from dynaexq.residency.budget import BudgetTracker
 from dynaexq.residency.handles import Words
-from dynaexq.residency.loading import Load, Readers, SlowLink
+from dynaexq.residency.loading import Load, LoadCounters, Readers, SlowLink
 from dynaexq.residency.pool import BlockPool
 from dynaexq.residency.shelf import ABSENT, Shelf
 from dynaexq.residency.transitions import Counters
-
-
-@dataclass
-class LoadCounters:
-    """Reads that ended: how many, those begun ahead, and their seconds, where reads go on side by side of all."""
-
-    loads: int = 0
-    ahead: int = 0
-    seconds: float = 0.0
 
 
 class CachedExperts(ExpertArena):
@@ -76,7 +68,6 @@ class CachedExperts(ExpertArena):
         self._ahead = 0
         self._making_room = False
         self._returned, self._computed, self._waited = time.monotonic(), 0.0, 0.0
-        self._seen, self._seen_wasted = replace(self.loads), 0
         for place in range(len(cache.resident)):
             self.handles.publish(place, int(ABSENT))
         self._readers = Readers(READERS, self._changed, self._find_load, self._run, source.close)
@@ -85,6 +76,11 @@ class CachedExperts(ExpertArena):
     def map(self) -> CacheMap:
         """Who is resident."""
         return self.shelves[0].map
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether layers compute who is there while others are read: where reading ahead pays, this does."""
+        return self.foresight is not None and self.foresight.horizon.layers > 0
 
     def blank_words(self) -> Words:
         """Words [experts of all layers] through which nothing can be reached, for a forward pass that begins."""
@@ -118,7 +114,7 @@ class CachedExperts(ExpertArena):
             self._demanded.extend(shelf.begin(missing, ahead=False))
             if self.foresight:
                 self.foresight.wish(layer, shelf.map)
-            if len(missing) > 1 or self.foresight:
+            if len(missing) > 1 or self.overlaps:
                 self._changed.notify_all()
             words[experts] = shelf.words[places]
             self._returned = time.monotonic()
@@ -181,15 +177,16 @@ class CachedExperts(ExpertArena):
                 self.counters, self.loads = kept
 
     def describe(self) -> dict[str, float]:
-        """See CacheMap.describe and Foresight.describe; reads that ended, and which share of their time was hidden."""
+        """See CacheMap.describe and Foresight.describe; reads that wait, that go on (at most `in_flight` of those
+        ahead), and that ended, and which share of their time was hidden."""
         with self._changed:
-            loads, waited = self.loads, self.counters.wait_seconds
+            demanded, wishes = len(self._demanded), self.foresight.waiting if self.foresight else 0
             return {
                 **self.map.describe(),
-                "loads": loads.loads,
-                "loads_ahead": loads.ahead,
-                "load_seconds": loads.seconds,
-                "hidden": max(0.0, 1 - waited / loads.seconds) if loads.seconds else 0.0,
+                "queued": demanded + wishes,
+                "reading": int(np.count_nonzero(self.map.loading)) - demanded,
+                "in_flight": self._in_flight,
+                **self.loads.describe(self.counters.wait_seconds),
                 **(self.foresight.describe() if self.foresight else {}),
             }
 
@@ -261,14 +258,6 @@ class CachedExperts(ExpertArena):
     def _note_computed(self, layer: int, seconds: float) -> None:
         """Tell the horizon what the layer before took, of which `seconds` have just passed, and how long it waited."""
         if self.foresight:
-            if layer > 0:
-                loads, wasted = self.loads, self.map.wasted
-                self.foresight.horizon.note(
-                    self._computed + seconds,
-                    self._waited,
-                    loads.loads - self._seen.loads,
-                    loads.seconds - self._seen.seconds,
-                    wasted - self._seen_wasted,
-                )
-            self._seen, self._seen_wasted = replace(self.loads), self.map.wasted
+            sums = ReadSums(self.loads.loads, self.loads.seconds, self.map.wasted)
+            self.foresight.horizon.follow(layer, self._computed + seconds, self._waited, sums)
         self._computed = self._waited = 0.0

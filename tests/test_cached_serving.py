@@ -62,7 +62,8 @@ def test_tokens_are_those_of_all_experts_resident(
 
 def test_hidden_states_are_those_of_all_experts_resident_with_either_kernel(embedded_store: Path) -> None:
     ids = torch.randint(3, 4000, (2, 30), generator=torch.Generator().manual_seed(0))
-    for kernel, activations in (("native", "int8"), ("native", "fp32"), ("reference", "fp32")):
+    # groups add up in another order, and what differs in the last bit may be rounded to another of 8 bits later
+    for kernel, activations, bound in (("native", "int8", 1e-3), ("native", "fp32", 2e-6), ("reference", "fp32", 2e-6)):
         common = {"kernel": kernel, "activations": activations, "tier": "int4"}
         with torch.no_grad():
             whole = load_model(embedded_store, DynaExqConfig(mode="static", **common), torch.float32)(ids).logits
@@ -70,7 +71,7 @@ def test_hidden_states_are_those_of_all_experts_resident_with_either_kernel(embe
                 memory = capacity * extent_of(embedded_store, "int4")
                 config = DynaExqConfig(mode="lru", expert_memory=memory, **common)
                 found = load_model(embedded_store, config, torch.float32)(ids).logits
-                assert (found - whole).norm() < 2e-5 * whole.norm()
+                assert (found - whole).norm() < bound * whole.norm()
 
 
 def test_forward_passes_of_several_threads_take_turns(embedded_store: Path) -> None:

@@ -86,7 +86,10 @@ def test_a_cache_shows_what_it_meets() -> None:
     still: dict[str, Any] = {"slots": [], "hotness": None, "moving": [], "pinned": [], "hot_share_high_by_layer": None}
     text = show_once(mode="lfu", tiers=tiers, map=["01" * 16] * 6, cache=cache, **still)
     assert "75.0 % of 400 needs were met by 50 experts" in text and "routed traffic" not in text
-    assert "layers waited" in text and "no expert changes" not in text
+    assert "layers waited" in text and "no expert changes" not in text and "hidden" not in text
+    cache |= {"hidden": 0.9, "recall": 0.8, "horizon": 2}
+    text = show_once(mode="expertflow", tiers=tiers, map=["01" * 16] * 6, cache=cache, **still)
+    assert "90.0 % of reading hidden, 80.0 % of needs predicted, 2 layers ahead" in text
 
 
 def test_a_map_that_does_not_fit_shows_shares_of_blocks() -> None:

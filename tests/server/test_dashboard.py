@@ -39,11 +39,23 @@ def still(**changes: Any) -> dict[str, Any]:
     return make_state(mode="static", tiers=[one], map=["0" * 32] * 6, **nothing, **share, **changes)
 
 
+def cached() -> dict[str, Any]:
+    """A model of which some experts are resident, and the others read ahead."""
+    tiers = [
+        {"name": "int4", "bits": 4.5, "experts": 64, "bytes": 1 << 20},
+        {"name": "not loaded", "bits": 0, "experts": 128, "bytes": 0},
+    ]
+    counts = {"capacity": 64, "hits": 9, "misses": 1, "hit_rate": 0.9}
+    cache = {**counts, "hidden": 0.75, "recall": 0.8, "horizon": 2}
+    return still(cache=cache) | {"mode": "expertflow", "tiers": tiers, "map": ["011" * 10 + "01"] * 6}
+
+
 FRAMES = {  # name: width, state
     "wide": (1280, make_state()),
     "phone": (390, make_state()),
     "large": (390, make_state(94, 512)),
     "still": (390, still()),
+    "cached": (390, cached()),
     "hostile": (390, make_state(model=HOSTILE * 3, mode=HOSTILE, status=HOSTILE, problems=[HOSTILE, "x" * 300])),
     "locked": (390, make_state()),
     "unlocked": (390, make_state()),
@@ -229,6 +241,12 @@ def test_a_model_that_does_not_move(seen: Seen) -> None:
     assert not facts["hot"] and seen.facts["phone"]["hot"]
     assert facts["moves-text"] == "No expert changes its tier in mode static."
     assert facts["sparks"] == seen.facts["phone"]["sparks"] - 1  # all traffic is at the one tier
+
+
+@needs_browser
+def test_a_cache_says_what_it_meets_and_reads(seen: Seen) -> None:
+    words = "64 experts resident at once, 75.0 % of reading hidden, 80.0 % of needs predicted, read 2 layers ahead"
+    assert seen.facts["cached"]["moves-text"].startswith(words)
 
 
 @needs_browser

@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dynaexq.server.cache_metrics import COUNTERS as CACHE_COUNTERS
+from dynaexq.server.cache_metrics import GAUGES as CACHE_GAUGES
+
 TEXT = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8")
 DASHBOARD: dict[str, Any] = json.loads(TEXT)
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
@@ -18,11 +21,12 @@ COUNTERS = {
     "step_tokens_total", "promotions_total", "demotions_total", "evictions_total", "deferred_total",
     "failed_total", "bytes_moved_total", "waits_total", "wait_seconds_total", "link_busy_seconds_total",
     "layer_promotions_total", "layer_demotions_total",
+    *(f"cache_{name}_total" for name in CACHE_COUNTERS), "cache_loads_total",
 }  # fmt: skip
 GAUGES = {
     "waiting", "running", "slots_free", "budget_bytes", "budget_used_bytes", "budget_free_bytes",
     "memory_bytes", "hi_hit_share", "layer_hi_hit_share", "resident_experts", "resident_bytes", "in_flight",
-    "reclaim_waiting", "paused",
+    "reclaim_waiting", "paused", *(f"cache_{name}" for name, _ in CACHE_GAUGES.values()),
 }  # fmt: skip
 HISTOGRAMS = {
     "queue_seconds", "ttft_seconds", "tpot_seconds", "request_seconds", "step_seconds", "step_model_seconds",
@@ -36,6 +40,7 @@ LABELS = {
     "resident_bytes": {"layer", "tier"},
     "layer_promotions_total": {"layer"},
     "layer_demotions_total": {"layer"},
+    "cache_loads_total": {"kind"},
 }
 EVERYWHERE = {"instance", "le"}
 
@@ -88,7 +93,7 @@ def test_the_data_source_is_chosen_in_grafana() -> None:
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
     assert server["datasource"] == SOURCE
     assert [panel["title"] for panel in PANELS if panel["type"] == "row"] == [
-        "Traffic", "Latency", "Experts", "Transitions", "Memory",
+        "Traffic", "Latency", "Experts", "Transitions", "Memory", "Cache",
     ]  # fmt: skip
     assert all(panel["datasource"] == SOURCE for panel in PANELS if panel["type"] != "row")
     assert all('{instance=~"$instance"}' in target["expr"] for target in targets())

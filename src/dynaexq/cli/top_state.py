@@ -78,10 +78,11 @@ class RunningSequence(BaseModel):
 
 
 class Percentiles(BaseModel):
-    """Of seconds."""
+    """Of seconds, of so many things; None: the server does not say."""
 
     p50: float
     p99: float
+    count: int | None = None
 
 
 class Speed(BaseModel):
@@ -90,18 +91,46 @@ class Speed(BaseModel):
     seconds: float
     tokens_per_second: float
     prompt_tokens_per_second: float
+    queue: Percentiles | None = None
     ttft: Percentiles | None
     tpot: Percentiles | None
     step: Percentiles | None
 
 
+class Steps(BaseModel):
+    """Of the engine since the start, and seconds of all."""
+
+    count: int
+    seconds: float
+
+
 class Cache(BaseModel):
-    """Experts that can be resident at once, and needs of layers that were met by those or not."""
+    """Experts that can be resident at once, needs of layers that were met by those or not, and reads.
+
+    None: the server does not say; from `recall` on, it does not read ahead.
+    """
 
     capacity: int
     hits: int
     misses: int
     hit_rate: float
+    late: int | None = None
+    useful: int | None = None
+    wasted: int | None = None
+    loads: int | None = None
+    loads_ahead: int | None = None
+    load_seconds: float | None = None
+    hidden: float | None = None
+    queued: int | None = None
+    reading: int | None = None
+    in_flight: int | None = None
+    recall: float | None = None
+    precision: float | None = None
+    predicted: int | None = None
+    horizon: int | None = None
+    cancelled: int | None = None
+    threshold: float | None = None
+    standing_share: float | None = None
 
 
 class ServerState(BaseModel):
@@ -127,6 +156,7 @@ class ServerState(BaseModel):
     hot_share_high_by_layer: list[float] | None
     requests: Requests
     sequences: list[RunningSequence]
+    steps: Steps | None = None
     speed: Speed
 
     @model_validator(mode="after")

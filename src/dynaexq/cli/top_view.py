@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from dynaexq.cli.top_state import Percentiles, RunningSequence, ServerState
+from dynaexq.cli.top_state import Cache, Percentiles, RunningSequence, ServerState
 from dynaexq.plan.memory import format_bytes
 
 BAR = 30
@@ -73,7 +73,7 @@ def _show_moves(state: ServerState, before: ServerState | None) -> Text:
         needs = cache.hits + cache.misses
         met = f"{100 * cache.hit_rate:.1f} % of {needs:,} needs were met by {cache.capacity:,} experts"
         read = f"{format_bytes(now.bytes_moved)} read, {now.waits:,} layers waited {now.wait_seconds:.1f} s"
-        return Text(f"{met}\n{read}, {now.failed:,} failed")
+        return Text(f"{met}\n{read}, {now.failed:,} failed{_show_reads(cache)}")
     if not state.slots:
         return Text(f"no expert changes its tier in mode {state.mode}")
     now, passed = state.transitions, state.uptime_seconds - before.uptime_seconds if before else 0.0
@@ -92,6 +92,16 @@ def _show_moves(state: ServerState, before: ServerState | None) -> Text:
     waited = f", waited {now.wait_seconds:.1f} s" if now.waits else ""
     way = f"{paused}{now.in_flight} in flight, {now.reclaiming} waiting for reclaim, {flow}{waited}"
     return Text(", ".join(counts) + "\n" + way)
+
+
+def _show_reads(cache: Cache) -> str:
+    """What reading ahead brings, where it is known."""
+    words = [] if cache.hidden is None else [f"{100 * cache.hidden:.1f} % of reading hidden"]
+    if cache.recall is not None:
+        words.append(f"{100 * cache.recall:.1f} % of needs predicted")
+    if cache.horizon is not None:
+        words.append(f"{cache.horizon} layers ahead")
+    return "\n" + ", ".join(words) if words else ""
 
 
 def _show_speed(state: ServerState) -> Text:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from dynaexq.control import ControlLoop
 from dynaexq.engine import Engine, FinishEvent, StepReport
 from dynaexq.runtime import ExpertRuntime
+from dynaexq.server.cache_metrics import describe_cache
 from dynaexq.server.pace import Pace
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -88,14 +89,8 @@ class _State(Collector):
         yield _gauge("hi_hit_share", "Share of routed traffic that ran above the lowest tier", runtime.hot_share_high)
         for name, value in vars(runtime.counters).items():
             yield CounterMetricFamily(f"dynaexq_{name}", "Transitions of expert versions", value=float(value))
-        if runtime.cache:
-            yield CounterMetricFamily(
-                "dynaexq_cache_hits", "Experts that were there", value=float(runtime.cache.map.hits)
-            )
-            yield CounterMetricFamily(
-                "dynaexq_cache_misses", "Experts read on need", value=float(runtime.cache.map.misses)
-            )
-            yield _gauge("cache_blocks", "Experts that can be resident", runtime.cache.map.capacity)
+        if cache := runtime.describe_cache():
+            yield from describe_cache(cache)
         yield from self._resident()
         if (shares := runtime.shares) is not None:
             tiers = (fmt.name for fmt in runtime.experts.formats)

@@ -24,6 +24,7 @@ class _Step(NamedTuple):
 
 class _End(NamedTuple):
     at: float
+    queue: float
     ttft: float
     tpot: float | None
 
@@ -36,11 +37,14 @@ class Pace:
         self._lock = threading.Lock()
         self._steps: deque[_Step] = deque()
         self._ends: deque[_End] = deque()
+        self._count, self._busy = 0, 0.0
 
     def on_step(self, report: StepReport) -> None:
         """A step is done."""
         step = _Step(self._clock(), report.seconds, report.prompt_tokens, report.decoded_tokens)
         with self._lock:
+            self._count += 1
+            self._busy += report.seconds
             self._steps.append(step)
             _forget(self._steps, step.at - SECONDS)
 
@@ -48,7 +52,7 @@ class Pace:
         """A sequence has ended."""
         if event.ttft_seconds is None:
             return
-        end = _End(self._clock(), event.ttft_seconds, event.tpot_seconds)
+        end = _End(self._clock(), event.queue_seconds, event.ttft_seconds, event.tpot_seconds)
         with self._lock:
             self._ends.append(end)
             _forget(self._ends, end.at - SECONDS)
@@ -65,10 +69,16 @@ class Pace:
             "seconds": seconds,
             "tokens_per_second": sum(step.decoded_tokens for step in steps) / seconds,
             "prompt_tokens_per_second": sum(step.prompt_tokens for step in steps) / seconds,
+            "queue": _percentiles([end.queue for end in ends]),
             "ttft": _percentiles([end.ttft for end in ends]),
             "tpot": _percentiles([end.tpot for end in ends if end.tpot is not None]),
             "step": _percentiles([step.seconds for step in steps]),
         }
+
+    def describe_steps(self) -> dict[str, float]:
+        """How many steps there were since the start, and what they took together."""
+        with self._lock:
+            return {"count": self._count, "seconds": self._busy}
 
 
 def _forget(row: deque[Any], before: float) -> None:
@@ -77,7 +87,8 @@ def _forget(row: deque[Any], before: float) -> None:
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+    """And of how many."""
     if not seconds:
         return None
     median, high = np.percentile(seconds, (50, 99)).tolist()
-    return {"p50": median, "p99": high}
+    return {"p50": median, "p99": high, "count": len(seconds)}

@@ -62,6 +62,7 @@ class StateView:
                 "finished": counts.finished,
             },
             "sequences": [asdict(view) for view in engine.sequences()],
+            "steps": self._pace.describe_steps(),
             "speed": self._pace.describe(),
         }
 

@@ -9,6 +9,7 @@ import typer
 from dynaexq import __version__
 from dynaexq.cli.calibrate import calibrate
 from dynaexq.cli.chat import chat
+from dynaexq.cli.doctor import doctor
 from dynaexq.cli.evaluate import evaluate
 from dynaexq.cli.generate import generate
 from dynaexq.cli.inspect import inspect
@@ -44,6 +45,7 @@ app.command()(probe)
 app.command()(synth)
 app.command()(simulate)
 app.command()(top)
+app.command()(doctor)
 app.add_typer(trace)
 app.add_typer(predictor)
 

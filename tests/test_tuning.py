@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dynaexq.core import OptionError
-from dynaexq.tuning import KNOBS, Tuning, make_tuning, parse_tuning
+from dynaexq.policy.foresight import ForesightOptions
+from dynaexq.policy.mixing import MixingOptions
+from dynaexq.tuning import FLOW_KNOBS, KNOBS, Tuning, make_tuning, parse_tuning
 
 
 def test_every_knob_parses_to_its_kind() -> None:
@@ -23,7 +25,11 @@ def test_every_knob_parses_to_its_kind() -> None:
     assert Tuning(**tuning.changed()) == tuning
     assert Tuning().changed() == {}
     assert parse_tuning(["every_windows=7"]) == {"every_windows": 7}
-    assert set(KNOBS) == {name.partition("=")[0] for name in settings} | {"every_windows", "rate_gbps"}
+    others = {"every_windows", "rate_gbps", *FLOW_KNOBS}
+    assert set(KNOBS) == {name.partition("=")[0] for name in settings} | others
+    flow = ["lookahead=2", "threshold=0.4", "standing_share=0.1", "standing_tokens=9", "low_share=0.1", "patience=2"]
+    found = make_tuning(parse_tuning(flow), "expertflow")
+    assert found.foresight == ForesightOptions(2, 0.4, 0.1, 9) and found.mixing == MixingOptions(0.1, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from dynaexq.store.manifest import DENSE_NAME
 from dynaexq.store.sensitivity import Sensitivity
 from dynaexq.store.sources import Progress
 from dynaexq.traffic.trace_recorder import TraceRecorder
+from dynaexq.tuning import REGROUPING_KNOBS
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "moe-21m"
 DEMO_EXPERT_MEMORY = 16 << 20
@@ -184,7 +185,8 @@ class Opened:
         tiers = self._candidates(options)
         shape = self.skeleton.profile.shape
         if options.mode in CACHED:
-            return plan_cache(shape, options.mode, tiers[0], group_size, fixed, limit, options.expert_memory)
+            low = None if options.low is None else (options.low, options.make_tuning().low_share)
+            return plan_cache(shape, options.mode, tiers[0], group_size, fixed, limit, options.expert_memory, low)
         mode = "auto" if options.mode in ("uniform", *PAIRED) else options.mode
         plan = choose_tier(shape, tiers, group_size, fixed, limit, options.expert_memory, mode, PROCESS_JITTER)
         if options.mode in ("full", "static", "uniform") or (options.mode == "auto" and plan.mode == "full"):
@@ -245,7 +247,7 @@ class Opened:
     def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tiers into the cache unless they are there, and load them."""
         config = _load_config(options, plan)
-        wanted = (plan.tier,) if plan.high is None else (plan.tier, plan.high)
+        wanted = tuple(tier for tier in (plan.tier, plan.high, options.low) if tier is not None)
 
         def load(root: Path) -> Any:
             return load_model(root, config, DTYPES[options.dtype], partial(progress, "loading experts"))
@@ -287,10 +289,11 @@ class Opened:
                     f"add it with `dynaexq prepare MODEL -o {self.root} --tiers {options.tier}"
                     f"{self.store.manifest.calibration_option}`"
                 )
-            return (options.tier,)
         for tier in (options.low, options.high):
             if self.store and tier is not None and tier not in available:
                 raise StoreError(f"{self.root} has no tier {tier} (it has {', '.join(available)})")
+        if options.tier is not None:
+            return (options.tier,)
         if options.low is not None:
             return (options.low,)
         if options.mode == "full":
@@ -330,10 +333,10 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
         "dense": options.dense_form,
     }
     if plan.mode in CACHED:
-        tuning = options.make_tuning().changed()
-        return DynaExqConfig(
-            plan.mode, plan.tier, expert_memory=plan.room, tuning=tuning, predictor=options.predictor, **common
-        )
+        changed = options.make_tuning().changed()
+        tuning = {name: value for name, value in changed.items() if name not in REGROUPING_KNOBS}  # the engine's
+        common |= {"predictor": options.predictor, "low": options.low, "miss_policy": options.miss_policy}
+        return DynaExqConfig(plan.mode, plan.tier, expert_memory=plan.room, tuning=tuning, **common)
     if plan.high is None:
         return DynaExqConfig(mode=plan.mode, tier=plan.tier if plan.mode == "static" else None, **common)
     common |= {"high": plan.asked, "low": plan.tier, "expert_memory": plan.room}

@@ -14,11 +14,13 @@ from dynaexq.formats.base import require_standing
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.policy.mixing import AUTO, LOW, MISS_POLICIES, WAIT
+from dynaexq.policy.regrouping import DEFAULT, RegroupingOptions, check_granularity
 from dynaexq.predictor.choice import check_predictor
 from dynaexq.traffic import check_state_file
 from dynaexq.traffic.trace_writer import check_trace_target
 from dynaexq.traffic.version_map import check_map_file
-from dynaexq.tuning import Tuning, make_tuning
+from dynaexq.tuning import MIXING_KNOBS, Tuning, make_tuning
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CACHED = CACHE_MODES
@@ -37,7 +39,9 @@ class LaunchOptions:
 
     `tune` holds values by knob (see tuning.py); `drive` says what moves versions: `thread`, or `replay` to repeat runs.
     `trace` is a file for what routers choose, with `trace_hidden` also for what they are given; `predictor` foresees
-    routing in mode `expertflow`: a name or a file.
+    routing in mode `expertflow`: a name or a file. With `miss_policy` `low` or `auto`, some needs that are missed there
+    go to versions at `low`. `granularity` says which sequences run together where some experts are resident (see
+    policy/regrouping.py).
     """
 
     mode: str = "auto"
@@ -60,6 +64,8 @@ class LaunchOptions:
     trace: Path | None = None
     predictor: str | None = None
     trace_hidden: bool = False
+    granularity: str | None = None
+    miss_policy: str = WAIT
 
     @property
     def files(self) -> tuple[Path | None, ...]:
@@ -98,10 +104,15 @@ class LaunchOptions:
             )
         self._check_tiers()
         self._check_adaptive()
+        self._check_misses()
         if self.predictor is not None:
             if self.mode != FLOW:
                 raise OptionError(f"--predictor goes with --mode {FLOW}, not '{self.mode}'")
             check_predictor(self.predictor)
+        if self.granularity is not None:
+            if self.mode not in CACHED:
+                raise OptionError(f"--granularity goes with --mode {' or '.join(CACHED)}, not '{self.mode}'")
+            check_granularity(self.granularity)
         if self.trace is not None:
             check_trace_target(self.trace, "--record")
         elif self.trace_hidden:
@@ -111,7 +122,13 @@ class LaunchOptions:
 
     def make_tuning(self) -> Tuning:
         """The knobs in force. Raises OptionError for impossible or useless ones."""
-        return make_tuning(self.tune, self.moves, hysteresis=self.mode != "no-hysteresis")
+        granularity = (self.granularity or DEFAULT) if self.mode in CACHED else None
+        return make_tuning(self.tune, self.moves, self.mode != "no-hysteresis", granularity)
+
+    @property
+    def regrouping(self) -> RegroupingOptions:
+        """Which sequences run together where some experts are resident."""
+        return self.make_tuning().regrouping(self.granularity or DEFAULT)
 
     def _check_tiers(self) -> None:
         if self.tier is not None:
@@ -123,7 +140,7 @@ class LaunchOptions:
                 )
         elif self.mode in ("static", *CACHED):
             raise OptionError(f"--mode {self.mode} needs --tier, one of {', '.join(TIERS)}")
-        if (self.high is None) != (self.low is None):
+        if (self.high is None) != (self.low is None) and self.mode != FLOW:
             raise OptionError("give --high and --low together")
         if self.high is not None and self.low is not None:
             if self.mode not in PAIRED:
@@ -134,6 +151,29 @@ class LaunchOptions:
                 require_standing(self.high)
             if tier_rank(self.high) <= tier_rank(self.low):
                 raise OptionError(f"the high tier {self.high} is not above the low tier {self.low}")
+
+    def _check_misses(self) -> None:
+        if self.miss_policy not in MISS_POLICIES:
+            raise OptionError(f"unknown miss policy '{self.miss_policy}'; known are {', '.join(MISS_POLICIES)}")
+        mixed = self.miss_policy != WAIT
+        if mixed and self.mode != FLOW:
+            raise OptionError(f"--miss-policy {self.miss_policy} goes with --mode {FLOW}, not '{self.mode}'")
+        if self.mode != FLOW:
+            return
+        if mixed is not (self.low is not None) or self.high is not None:
+            raise OptionError(
+                f"with --mode {FLOW}, --tier is the high tier, and --low TIER goes with --miss-policy {LOW} or {AUTO}"
+            )
+        for name in MIXING_KNOBS:
+            if name in self.tune and not mixed:
+                raise OptionError(f"{name} does nothing with --miss-policy {WAIT}; leave it out")
+        if "patience" in self.tune and self.miss_policy == LOW:
+            raise OptionError(f"patience does nothing with --miss-policy {LOW}; leave it out")
+        if self.low is not None and self.tier is not None:
+            tier_format(self.low)
+            require_standing(self.low)
+            if tier_rank(self.tier) <= tier_rank(self.low):
+                raise OptionError(f"--tier {self.tier} is not above --low {self.low}")
 
     def _check_adaptive(self) -> None:
         if (self.profile is None) != (self.mode != "static-map"):

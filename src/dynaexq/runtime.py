@@ -83,6 +83,13 @@ class Trace(Protocol):
         """Finish what is written."""
 
 
+class WindowWatcher(Protocol):
+    """Wants to know what routers choose: the engine's token scheduler."""
+
+    def after_window(self, window: ClosedWindow) -> None:
+        """A window has closed."""
+
+
 class ExpertRuntime:
     """Serves the experts of one model. Forward passes of several threads may overlap.
 
@@ -104,6 +111,8 @@ class ExpertRuntime:
         """Sees what every layer gives its experts, before they run; not in decode steps that are one native call."""
         self.trace: Trace | None = None
         """Sees every window after the listener; set by whoever records the run."""
+        self.watcher: WindowWatcher | None = None
+        """Sees every window too; set by whoever schedules by it."""
         self._local = _Windows()
 
     @property
@@ -188,10 +197,10 @@ class ExpertRuntime:
         local.depth -= 1
         if local.depth == 0:
             assert local.words is not None
-            listeners = [each for each in (self.listener, self.trace) if each]
+            listeners = [each for each in (self.listener, self.trace, self.watcher) if each]
             if listeners:
-                one_tier = np.zeros(len(local.words), np.int64)
-                levels: Levels = one_tier if self.cache else (local.words >> np.uint64(56)).astype(np.int64)
+                formats = (local.words >> np.uint64(56)).astype(np.int64)
+                levels: Levels = self.cache.levels() if self.cache else formats
             if self.cache:
                 self.cache.rest()
                 self.cache.turn.release()
@@ -218,12 +227,13 @@ class ExpertRuntime:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """A window that is no traffic."""
-        (listener, trace), self.listener, self.trace = (self.listener, self.trace), None, None
+        before = self.listener, self.trace, self.watcher
+        self.listener = self.trace = self.watcher = None
         try:
             with self.window(prefill=False), self.cache.forgotten() if self.cache else nullcontext():
                 yield
         finally:
-            self.listener, self.trace = listener, trace
+            self.listener, self.trace, self.watcher = before
 
     def forward(
         self, layer: int, functions: LayerFunctions, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -281,7 +291,7 @@ class ExpertRuntime:
     @property
     def listens(self) -> bool:
         """Whether anybody wants to know what routers choose."""
-        return self.listener is not None or self.trace is not None
+        return self.listener is not None or self.trace is not None or self.watcher is not None
 
     @property
     def in_window(self) -> bool:

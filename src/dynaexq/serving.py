@@ -19,16 +19,18 @@ from dynaexq.device.copies import ThreadCopyEngine
 from dynaexq.formats import VersionLayout
 from dynaexq.kernels import ExpertsKernel, VersionMemory, make_kernel
 from dynaexq.kernels.threads import keep_numpy_single
-from dynaexq.plan.memory import cache_capacity
+from dynaexq.plan.memory import cache_capacity, low_capacity
 from dynaexq.plan.versions import VersionPlan, VersionWish, plan_map, plan_versions
 from dynaexq.policy import Hotness, HotnessOptions
 from dynaexq.policy.caching import FLOW
 from dynaexq.policy.foresight import make_cache_mind, make_flow_mind
 from dynaexq.policy.hotness import Scores
+from dynaexq.policy.mixing import WAIT
 from dynaexq.policy.prediction import Routers
 from dynaexq.predictor.choice import pick_predictor
 from dynaexq.residency import BudgetTracker, ResidentExperts, VersionSource
 from dynaexq.residency.cache import CachedExperts
+from dynaexq.residency.mixture import SecondTier
 from dynaexq.residency.versions import load_versions
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.traffic import TrafficMeter, TrafficProfile, check_state_file
@@ -78,13 +80,15 @@ class Adaptive:
 @dataclass(frozen=True)
 class Cached:
     """Some experts resident at `tier` in `expert_memory` bytes; for `expertflow` the name or file of a predictor, and
-    the model's routers, where they can be had."""
+    the model's routers, where they can be had, and what becomes of misses where experts have versions at `low` too."""
 
     tier: str
     expert_memory: int
     tuning: Tuning
     predictor: str | None = None
     routers: Routers | None = None
+    low: str | None = None
+    miss_policy: str = WAIT
 
 
 def serve_uniform(serving: Serving, tier: str) -> ExpertRuntime:
@@ -101,14 +105,21 @@ def serve_cached(serving: Serving, cached: Cached) -> ExpertRuntime:
     """
     source, tier, tuning, shape = serving.source, cached.tier, cached.tuning, serving.source.shape
     source.require_tier(tier)
-    capacity = cache_capacity(shape, tier, _size(source, tier), cached.expert_memory)
+    second, room = None, cached.expert_memory
+    if cached.low is not None:
+        source.require_tier(cached.low)
+        nbytes = _size(source, cached.low)
+        count = low_capacity(shape, nbytes, room, tuning.low_share)
+        second = SecondTier(cached.low, count, cached.miss_policy, tuning.mixing)
+        room -= count * nbytes
+    capacity = cache_capacity(shape, tier, _size(source, tier), room)
     make_mind = partial(make_cache_mind, serving.mode, shape, capacity)
     if serving.mode == FLOW:
         keep_numpy_single()
         make_predictor = pick_predictor(cached.predictor, cached.routers, shape, source.fingerprint)
         make_mind = partial(make_flow_mind, make_predictor, shape, capacity, tuning.foresight)
     link = tuning.link_bytes_per_second
-    experts = CachedExperts(source, tier, make_mind, CpuDevice(), serving.budget, link, tuning.in_flight)
+    experts = CachedExperts(source, tier, make_mind, CpuDevice(), serving.budget, link, tuning.in_flight, second)
     runtime = ExpertRuntime(serving.mode, experts, _make_kernel(serving, experts), serving.budget, None)
     weakref.finalize(runtime, experts.stop)
     return runtime

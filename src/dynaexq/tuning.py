@@ -12,7 +12,9 @@ from dynaexq.plan.versions import VersionWish, check_slots
 from dynaexq.policy import HotnessOptions, SelectionOptions
 from dynaexq.policy.caching import CACHE_POLICIES, FLOW
 from dynaexq.policy.foresight import ForesightOptions
+from dynaexq.policy.mixing import MixingOptions
 from dynaexq.policy.pace import LINK_SHARE, Pace, PaceOptions
+from dynaexq.policy.regrouping import DEFAULT, RegroupingOptions
 from dynaexq.residency.layout import check_layout
 from dynaexq.residency.transitions import RateLimit
 
@@ -54,6 +56,9 @@ class Tuning:
         keep_at_shift: part of hotness that is kept when the workload has shifted.
         link_gbps: slow every copy down to this many gigabytes per second, to see what a slower link does.
         lookahead, threshold, standing_share, standing_tokens: of mode `expertflow`, see policy/foresight.py.
+        quantum, timeout_ms, ageing, min_batch, admit_window: of caches that sequences share, see policy/regrouping.py;
+            the first with granularity `sequence`, the next three also with `token`, the last with any.
+        low_share, patience: of `expertflow` with low versions too, see policy/mixing.py.
     """
 
     signal: str = "count"
@@ -79,6 +84,13 @@ class Tuning:
     threshold: float = ForesightOptions.threshold
     standing_share: float = ForesightOptions.standing_share
     standing_tokens: int = ForesightOptions.standing_tokens
+    quantum: int = RegroupingOptions.quantum
+    timeout_ms: float = RegroupingOptions.timeout_ms
+    ageing: float = RegroupingOptions.ageing
+    min_batch: int = RegroupingOptions.min_batch
+    admit_window: int = RegroupingOptions.admit_window
+    low_share: float = MixingOptions.low_share
+    patience: float = MixingOptions.patience
 
     def check(self) -> None:
         """Raise OptionError for unknown or impossible values."""
@@ -92,6 +104,8 @@ class Tuning:
             raise OptionError(f"unknown shadow '{self.shadow}'; known are {', '.join(SHADOW)}")
         check_layout(self.layout, self.spare)
         self.foresight.check()
+        self.regrouping().check()
+        self.mixing.check()
 
     def control(self, drive: str, priced: bool = False) -> ControlOptions:
         """Options of the control loop; `priced`: it is known what experts lose."""
@@ -131,6 +145,15 @@ class Tuning:
         return ForesightOptions(self.lookahead, self.threshold, self.standing_share, self.standing_tokens)
 
     @property
+    def mixing(self) -> MixingOptions:
+        """Of misses where experts have low versions too."""
+        return MixingOptions(self.low_share, self.patience)
+
+    def regrouping(self, granularity: str = DEFAULT) -> RegroupingOptions:
+        """Of which sequences run together."""
+        return RegroupingOptions(granularity, **{name: getattr(self, name) for name in REGROUPING_KNOBS})
+
+    @property
     def pace_options(self) -> PaceOptions:
         """Of the pace."""
         return PaceOptions(self.calm_share, self.shift_seconds, self.tpot_headroom)
@@ -160,14 +183,20 @@ class Tuning:
 
 KNOBS = tuple(field.name for field in fields(Tuning))
 PACE_KNOBS = ("calm_share", "shift_seconds", "tpot_headroom")
-FLOW_KNOBS = ("lookahead", "threshold", "standing_share", "standing_tokens")
+MIXING_KNOBS = ("low_share", "patience")
+FLOW_KNOBS = ("lookahead", "threshold", "standing_share", "standing_tokens", *MIXING_KNOBS)
+GROUP_KNOBS = ("timeout_ms", "ageing", "min_batch")
+REGROUPING_KNOBS = ("quantum", *GROUP_KNOBS, "admit_window")
+USED_BY = {"batch": ("admit_window",), "sequence": REGROUPING_KNOBS, "token": (*GROUP_KNOBS, "admit_window")}
+"""Knobs of caches that sequences share, by granularity."""
+
 IDLE_KNOBS = {
     "thread": ("every_windows", *FLOW_KNOBS),
     "blocking": ("every_windows", "rate_gbps", *PACE_KNOBS, *FLOW_KNOBS),
     "recorded": tuple(name for name in KNOBS if name not in ("slots", "shadow", "layout", "spare")),
     "static-map": tuple(name for name in KNOBS if name != "slots"),
-    **{name: tuple(knob for knob in KNOBS if knob != "link_gbps") for name in CACHE_POLICIES},
-    FLOW: tuple(knob for knob in KNOBS if knob not in (*FLOW_KNOBS, "in_flight", "link_gbps")),
+    **{name: tuple(knob for knob in KNOBS if knob not in ("link_gbps", *REGROUPING_KNOBS)) for name in CACHE_POLICIES},
+    FLOW: tuple(knob for knob in KNOBS if knob not in (*FLOW_KNOBS, "in_flight", "link_gbps", *REGROUPING_KNOBS)),
     "replay": ("first_interval", "interval", "in_flight", "rate_gbps", "link_gbps", *PACE_KNOBS, *FLOW_KNOBS),
 }
 """Knobs that would do nothing: a replay's updates go by passes, and only copies in the background are held back."""
@@ -198,8 +227,8 @@ def parse_tuning(settings: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> Tuning:
-    """Checked knobs for a drive.
+def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True, granularity: str | None = None) -> Tuning:
+    """Checked knobs for a drive and, where sequences share a cache, for a granularity.
 
     Raises:
         OptionError: an impossible value, or one that would do nothing under this drive or without hysteresis.
@@ -209,6 +238,9 @@ def make_tuning(values: dict[str, Any], drive: str, hysteresis: bool = True) -> 
             raise OptionError(f"unknown knob {name!r}; known are {', '.join(KNOBS)}")
         if name in IDLE_KNOBS.get(drive, ()):
             raise OptionError(f"{name} does nothing here, where {MOVES[drive]}; leave it out")
+        if name in REGROUPING_KNOBS and name not in USED_BY.get(granularity or "", ()):
+            where = "here, where no sequences share a cache" if granularity is None else f"at granularity {granularity}"
+            raise OptionError(f"{name} does nothing {where}; leave it out")
         if name in HYSTERESIS_KNOBS and not hysteresis:
             raise OptionError(f"{name} does nothing in mode 'no-hysteresis'")
         if name in PACE_KNOBS and "rate_gbps" in values:

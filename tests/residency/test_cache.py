@@ -19,9 +19,11 @@ from dynaexq.device.base import Bytes
 from dynaexq.formats import ExpertFormat, tier_format
 from dynaexq.policy.caching import CACHE_MODES, FLOW
 from dynaexq.policy.foresight import CacheMind, ForesightOptions, make_cache_mind, make_flow_mind
+from dynaexq.policy.mixing import MISS_POLICIES, WAIT, MixingOptions
 from dynaexq.policy.prediction import MovingAverage
 from dynaexq.residency import BudgetTracker
 from dynaexq.residency.cache import CachedExperts
+from dynaexq.residency.mixture import SecondTier
 from dynaexq.residency.shelf import ABSENT
 from dynaexq.store import ExpertStore, PrepareOptions, prepare_store
 from dynaexq.store.layer_file import layer_path
@@ -43,12 +45,27 @@ ids = st.lists(st.integers(0, SHAPE.experts - 1), min_size=1, max_size=8)
 class CacheMachine(RuleBasedStateMachine):
     """Layers ask for experts, some of which cannot be read."""
 
-    @initialize(capacity=st.integers(1, EVERYONE), mode=st.sampled_from(CACHE_MODES), lookahead=st.integers(0, 3))
-    def begin(self, capacity: int, mode: str, lookahead: int) -> None:
+    @initialize(
+        capacity=st.integers(1, EVERYONE),
+        mode=st.sampled_from(CACHE_MODES),
+        lookahead=st.integers(0, 3),
+        policy=st.sampled_from(MISS_POLICIES),
+        low=st.integers(1, 6),
+    )
+    def begin(self, capacity: int, mode: str, lookahead: int, policy: str, low: int) -> None:
         self.broken: set[ExpertKey] = set()
         self.interrupted = False
         mind = make_mind(mode, capacity, ForesightOptions(lookahead, threshold=0.01))
-        self.cache = CachedExperts(self, "int4", mind, CpuDevice(), BudgetTracker(1 << 24))  # type: ignore[arg-type]
+        mixed = mode == FLOW and policy != WAIT
+        second = SecondTier("int2", low, policy, MixingOptions(patience=0.5)) if mixed else None
+        self.cache = CachedExperts(
+            self,  # type: ignore[arg-type]
+            "int4",
+            mind,
+            CpuDevice(),
+            BudgetTracker(1 << 24),
+            second=second,
+        )
 
     # the source
     shape, sensitivity, fingerprint = SHAPE, None, "f"
@@ -62,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
             raise KeyboardInterrupt
         if key in self.broken:
             raise StoreError(f"{key} cannot be read")
-        destination[:] = SHAPE.index(key)
+        destination[:] = SHAPE.index(key) + 100 * (tier == "int2")
 
     def close(self) -> None:
         """Nothing is open."""
@@ -84,9 +101,10 @@ class CacheMachine(RuleBasedStateMachine):
                 break
             for expert, word in enumerate(words.tolist()):
                 if expert in group:
-                    offset = decode_handle(word).offset
-                    block = self.cache.arena.host_view(offset, self.cache.pools[0].block_bytes)
-                    assert (block == SHAPE.index(ExpertKey(layer, expert))).all()
+                    handle = decode_handle(word)
+                    block = self.cache.arena.host_view(handle.offset, self.cache.pools[handle.format_index].block_bytes)
+                    assert (block == SHAPE.index(ExpertKey(layer, expert)) + 100 * handle.format_index).all()
+                    assert self.cache.levels()[layer * SHAPE.experts + expert] == handle.format_index
                 else:
                     assert word == ABSENT
             seen |= set(group.tolist())

@@ -20,6 +20,8 @@ from dynaexq.integrations.transformers.kept import KV_DTYPES
 from dynaexq.launch import DEMO_EXPERT_MEMORY, EMBEDDED_MODEL
 from dynaexq.launch_options import CACHED, DEFAULT_DENSE, PAIRED, LaunchOptions
 from dynaexq.plan.sizes import parse_size
+from dynaexq.policy.mixing import WAIT
+from dynaexq.policy.regrouping import DEFAULT
 from dynaexq.tuning import KNOBS, parse_tuning
 
 ModelArgument = Annotated[
@@ -32,7 +34,8 @@ ModeOption = Annotated[
     typer.Option(
         help="full: every expert at the highest tier; static: at --tier; uniform: at the best tier that fits; dynaexq: "
         "router traffic decides which experts get which tier; static-map: as --map says, for good; auto: what fits "
-        "best; lru, lfu: some experts at --tier, the others read when they are needed. To compare: blocking (dynaexq, "
+        "best; expertflow: some experts at --tier, the others read before they are needed, as far as that can be "
+        "foreseen; lru, two-tier, lfu: when they are needed. To compare: blocking (dynaexq, "
         "waiting for each move), no-hysteresis (dynaexq, plain top-n)."
     ),
 ]
@@ -51,7 +54,10 @@ ExpertMemoryOption = Annotated[
     str | None, typer.Option(help="Hard limit on the expert pool alone, such as 16M.", show_default=False)
 ]
 HighOption = Annotated[str | None, typer.Option(help="The highest tier, of the hottest experts.", show_default=False)]
-LowOption = Annotated[str | None, typer.Option(help="The lowest tier, of the coldest.", show_default=False)]
+LowOption = Annotated[
+    str | None,
+    typer.Option(help="The lowest tier, of the coldest; with --mode expertflow, of misses.", show_default=False),
+]
 MapOption = Annotated[
     Path | None,
     typer.Option("--map", help="With --mode static-map: a profile made by `dynaexq calibrate`.", show_default=False),
@@ -91,6 +97,22 @@ PredictorOption = Annotated[
     typer.Option(
         help="With --mode expertflow, what foresees routing: average, pregate, or a file of `dynaexq predictor train`. "
         "[default: the store's own, else pregate]",
+        show_default=False,
+    ),
+]
+MissPolicyOption = Annotated[
+    str,
+    typer.Option(
+        help="With --mode expertflow, for experts that are not there when they are needed. wait: until they are read; "
+        "low: run their versions at --low, also to be read; auto: wait for as many as --tune patience allows, the most "
+        "important first. low and auto change what is computed."
+    ),
+]
+GranularityOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of sequences that share a cache of experts: batch (all take part in every step), sequence (those with "
+        f"similar needs run for a while, then others) or token (chosen anew before each step). [default: {DEFAULT}]",
         show_default=False,
     ),
 ]
@@ -174,6 +196,8 @@ def read_request(
     record_hidden: RecordHiddenOption = False,
     tune: TuneOption = None,
     predictor: PredictorOption = None,
+    granularity: GranularityOption = None,
+    miss_policy: MissPolicyOption = WAIT,
     dtype: DtypeOption = "float32",
     kernel: KernelOption = "native",
     activations: ActivationsOption = None,
@@ -206,6 +230,8 @@ def read_request(
         trace=record,
         predictor=predictor,
         trace_hidden=record_hidden,
+        granularity=granularity,
+        miss_policy=miss_policy,
     )
     options.check()
     if state is not None:

@@ -204,22 +204,34 @@ def plan_cache(
     fixed: dict[str, int],
     memory: int,
     expert_memory: int | None,
+    low: tuple[str, float] | None = None,
 ) -> MemoryPlan:
-    """As many experts at `tier` as fit, the others to be read when they are needed.
+    """As many experts at `tier` as fit, the others to be read when they are needed; `low` is a tier of which there are
+    versions too, and their share of the bytes.
 
     Raises:
         MemoryLimitError: not one fits.
     """
     extent, base = _extent_bytes(shape, tier, group_size), sum(fixed.values())
     room = memory - base if expert_memory is None else min(memory - base, expert_memory)
-    slots = min(shape.layers * shape.experts, room // extent)
+    below = 0
+    if low is not None:
+        nbytes = _extent_bytes(shape, low[0], group_size)
+        below = nbytes * low_capacity(shape, nbytes, max(0, room), low[1])
+    slots = min(shape.layers * shape.experts, (room - below) // extent)
     if slots < 1:
         raise MemoryLimitError(
             f"{format_bytes(memory)} leave {format_bytes(max(0, room))} for experts beside {format_bytes(base)} of "
             f"other parts, less than the {format_bytes(extent)} of one at {tier}; raise --memory or --expert-memory"
         )
     limit = memory if expert_memory is None else min(memory, base + expert_memory)
-    return MemoryPlan(mode, tier, limit, fixed, slots * extent, room=slots * extent, cached=slots)
+    spent = room if low else slots * extent
+    return MemoryPlan(mode, tier, limit, fixed, slots * extent + below, room=spent, cached=slots)
+
+
+def low_capacity(shape: ModelShape, nbytes: int, room: int, share: float) -> int:
+    """How many low versions of `nbytes` a cache has blocks for, in a share of its `room`: one at least."""
+    return min(shape.layers * shape.experts, max(1, int(share * room) // nbytes))
 
 
 def cache_capacity(shape: ModelShape, tier: str, nbytes: int, room: int) -> int:

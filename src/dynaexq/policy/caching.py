@@ -104,7 +104,8 @@ class Foreseen:
 
     def note(self, places: Places) -> None:
         """See CachePolicy."""
-        self._layer, self._worth = int(places[0]) // self._experts, None
+        if len(places):
+            self._layer, self._worth = int(places[0]) // self._experts, None
 
     @property
     def worth(self) -> Scores:

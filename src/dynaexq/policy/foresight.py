@@ -104,6 +104,11 @@ class Foresight:
             self.cancelled += len(set(self._wishes).difference(found))
         self._wishes = found[::-1]
 
+    def prefer(self, places: Places) -> None:
+        """Wish, last of all, for those of experts that now run at a lower tier that are usually needed."""
+        usual = places[self.predictor.usual[places] > self._options.threshold]
+        self._wishes = [*usual.tolist(), *self._wishes]
+
     def drop(self) -> None:
         """Wish for nothing."""
         self.cancelled += len(self._wishes)

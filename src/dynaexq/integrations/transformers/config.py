@@ -13,6 +13,7 @@ from dynaexq.formats.base import DEFAULT_GROUP_SIZE
 from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.policy.mixing import MISS_POLICIES, WAIT
 from dynaexq.store.writer import QUANT_METHOD
 from dynaexq.tuning import Tuning, make_tuning
 
@@ -41,6 +42,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         replay: for the drive `recorded`: such a file, to be followed.
         predictor: for `expertflow`: `average`, `pregate` or a file made by `dynaexq predictor train`; default the
             store's own, else `pregate`, else `average`.
+        miss_policy: for `expertflow`: `wait`, or, where experts also have versions at the tier `low`, `low` or `auto`.
         tier: for `static`, `expertflow` and caches that read on need: bf16, int8, int4,
             int3, int2 or int1; default the lowest tier of the store.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
@@ -80,6 +82,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         record: str | None = None,
         replay: str | None = None,
         predictor: str | None = None,
+        miss_policy: str = WAIT,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -89,13 +92,17 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise OptionError(f"unknown mode '{mode}'; known modes are {', '.join(MODES)}")
         if mode == "full" and tier is not None:
             raise OptionError("mode 'full' takes the highest tier there is; a tier goes with mode 'static'")
-        _check_sizes(mode, tier, expert_memory, {"high": high, "low": low}, tuning)
+        pair = {"high": high, "low": None if mode == FLOW else low}
+        _check_sizes(mode, tier, expert_memory, pair, tuning)
         maps = {"record": record, "replay": replay}
         adaptive = {"drive": drive != "thread" or None, "state": state, "ranking": ranking, **maps}
         if mode != "dynaexq":
             _refuse(adaptive, mode, "mode 'dynaexq'")
         if mode != FLOW:
-            _refuse({"predictor": predictor}, mode, f"mode '{FLOW}'")
+            mixed = None if miss_policy == WAIT else miss_policy
+            _refuse({"predictor": predictor, "miss_policy": mixed}, mode, f"mode '{FLOW}'")
+        elif miss_policy not in MISS_POLICIES or (miss_policy != WAIT) is not (low is not None):
+            raise OptionError(f"miss_policy {miss_policy!r}: of {', '.join(MISS_POLICIES)}; all but wait go with low")
         _check_replay(replay, drive)
         if (mode == "static-map") != (profile is not None):
             raise OptionError("mode 'static-map' and a profile go together")
@@ -125,7 +132,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.tuning = tuning or {}
         self.state, self.ranking = state, ranking
         self.record, self.replay = record, replay
-        self.predictor = predictor
+        self.predictor, self.miss_policy = predictor, miss_policy
         self.make_tuning()
 
     def make_tuning(self) -> Tuning:

@@ -133,8 +133,8 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         if config.mode in CACHE_MODES:
             assert config.expert_memory is not None
             routers = find_routers(model, self.layers) if config.mode == FLOW else None
-            cached = Cached(self._tier(), config.expert_memory, config.make_tuning(), self._predictor(), routers)
-            return serve_cached(serving, cached)
+            more = self._predictor(), routers, config.low, config.miss_policy
+            return serve_cached(serving, Cached(self._tier(), config.expert_memory, config.make_tuning(), *more))
         if config.mode not in PAIRED:
             return serve_uniform(serving, self._tier())
         tiers = self._tier_pair()

@@ -24,14 +24,18 @@ from dynaexq.engine import (
     TokenEvent,
 )
 from dynaexq.engine.text import AnswerText
+from dynaexq.engine.token_scheduler import TokenScheduler
 from dynaexq.integrations.transformers.kept import kept_dtype
 from dynaexq.integrations.transformers.prompts import Message, PromptEncoder
 from dynaexq.integrations.transformers.sampling import TransformersWarper
 from dynaexq.integrations.transformers.slot_model import SlottedModel
+from dynaexq.kernels.threads import keep_numpy_single
 from dynaexq.launch import Launch, Opened
 from dynaexq.launch_options import DTYPES, LaunchOptions
 from dynaexq.plan.memory import Workload
 from dynaexq.plan.sizes import parse_size
+from dynaexq.policy.regrouping import FEW, RegroupingOptions
+from dynaexq.runtime import ExpertRuntime
 from dynaexq.store.sources import Progress
 
 DEFAULT_CONTEXT = 4096
@@ -77,6 +81,27 @@ def size_workload(
     )
 
 
+def check_sequences(options: LaunchOptions, slots: int) -> None:
+    """Raise OptionError where sequences would be regrouped, but there are too few of them."""
+    options.check()
+    if options.regrouping.groups and slots <= FEW:
+        raise OptionError(
+            f"--granularity {options.granularity} does nothing with {slots} sequence{'s' * (slots > 1)} at a time: so "
+            f"few always run together; leave it out, or serve with --slots {FEW + 1} or more"
+        )
+
+
+def schedule_tokens(runtime: ExpertRuntime, options: RegroupingOptions, slots: int) -> TokenScheduler | None:
+    """What decides which sequences run together; None where all experts are resident."""
+    if runtime.cache is None:
+        return None
+    scheduler = TokenScheduler(options, runtime.experts.shape, slots, runtime.cache.map.capacity)
+    if options.learns:
+        runtime.watcher = scheduler
+        keep_numpy_single()
+    return scheduler
+
+
 class LLM:
     """A model loaded within a memory limit, with `slots` sequences at a time of up to `context` tokens.
 
@@ -112,10 +137,12 @@ class LLM:
         opened = Opened(model) if isinstance(model, str) else model
         work = size_workload(opened.skeleton.profile.max_context, slots, context, kv_dtype, limits, options.dtype)
         room = work.context
+        check_sequences(options, slots)
         self.launch: Launch = opened.launch(options, opened.plan(options, work), progress or (lambda *_: None))
         self.encoder = PromptEncoder(opened.tokenizer, self.launch.model.generation_config)
         slotted = SlottedModel(self.launch.model, slots, room, kv_dtype)
-        self.engine = Engine(slotted, TransformersWarper, limits, observer)
+        scheduler = schedule_tokens(self.launch.runtime, options.regrouping, slots)
+        self.engine = Engine(slotted, TransformersWarper, limits, observer, scheduler=scheduler)
         self.engine.start()
 
     def generate(self, prompt: str, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Any) -> Answer:

@@ -27,6 +27,7 @@ from dynaexq.engine.sampler import Sampler, WarperFactory, score_prompt
 from dynaexq.engine.scheduler import Chunk, WaitingQueue, plan_chunks
 from dynaexq.engine.sequence import Sequence, SequenceView, finish_waiting
 from dynaexq.engine.slots import SlotTable
+from dynaexq.engine.token_scheduler import TokenScheduler
 from dynaexq.traffic.recorder import TokenRun
 
 
@@ -43,8 +44,11 @@ class Engine:
         options: EngineOptions | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        scheduler: TokenScheduler | None = None,
     ) -> None:
+        """`scheduler` decides which sequences a step takes one token of, where experts are cached; else all."""
         self.model = model
+        self.scheduler = scheduler
         self.options = options or EngineOptions()
         self.options.check()
         self.observer = observer
@@ -131,13 +135,15 @@ class Engine:
         self._end_all(Finish.CANCELLED)
 
     def step(self) -> bool:
-        """One step: cancel, admit, chunks of prompts, one token of every running sequence. False: nothing to do."""
+        """One step: cancel, admit, chunks of prompts, one token of running sequences. False: nothing to do."""
         start = self._clock()
         self._drop_cancelled()
         self._admit()
         if not self._running:
             return False
         decoding = [each for each in self._running if each.next is not None]
+        if self.scheduler:
+            decoding = self.scheduler.choose(decoding)
         prompts = [each for each in self._running if each.next is None]
         chunk = self.options.chunk if self.model.chunked else None
         progress = [(each.done, len(each.request.prompt)) for each in prompts]
@@ -201,17 +207,31 @@ class Engine:
 
     def _admit(self) -> None:
         while self._table.free:
+            request = self._next_waiting()
+            if request is None:
+                return
             with self._changed:
-                if not self._queue:
-                    return
-                request = self._queue.pop()
                 submitted = self._submitted.pop(request.number)
             reuse = self._table.take(() if request.scores else request.prompt)
             if reuse.slot is not reuse.source:
                 self.model.copy(reuse.source.number, reuse.slot.number, reuse.length)
+            if self.scheduler:
+                self.scheduler.begin(request, reuse)
             sampler = Sampler(request.sampling, request.prompt, self._make_warper, request.constraint)
             start, length = self._clock(), reuse.length
             self._running.append(Sequence(request, reuse.slot, sampler, submitted, start, length, length))
+
+    def _next_waiting(self) -> Request | None:
+        """Take the request that is admitted next out of the queue."""
+        with self._changed:
+            if not self._queue:
+                return None
+            if self.scheduler is None or self.scheduler.options.admit_window == 1:
+                return self._queue.pop()
+            waiting = self._queue.first(self.scheduler.options.admit_window)
+        chosen = self.scheduler.admit(waiting, self._table, self._running)
+        with self._changed:
+            return self._queue.remove(chosen.number)
 
     def _decode(self, sequences: list[Sequence]) -> torch.Tensor | None:
         if not sequences:
@@ -295,6 +315,8 @@ class Engine:
             self._drop(request, reason)
 
     def _report(self, request: Request, event: FinishEvent) -> None:
+        if self.scheduler:
+            self.scheduler.end(request)
         with self._changed:
             self._counts.finished[event.reason.value] += 1
         self._tell(request, event)

@@ -37,6 +37,12 @@ class WaitingQueue:
         heapq.heappush(self._heap, (-request.priority, request.number))
         self._waiting[request.number] = request
 
+    def first(self, count: int) -> list[Request]:
+        """The first `count` of the highest priority, or all there are of it."""
+        highest = max(request.priority for request in self._waiting.values())
+        alike = (request for request in self._waiting.values() if request.priority == highest)
+        return heapq.nsmallest(count, alike, key=lambda request: request.number)
+
     def pop(self) -> Request:
         """Take the first of at least one."""
         while True:

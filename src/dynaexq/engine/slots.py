@@ -60,6 +60,11 @@ class SlotTable:
         slot.tokens = list(prompt[: best.length])
         return best
 
+    def resembling(self, prompt: tuple[int, ...], slots: list[Slot], least: int) -> int | None:
+        """The number of that of `slots` which holds most of a prompt's beginning, at least so many tokens."""
+        longest, number = max(((common_length(slot.tokens, prompt), -slot.number) for slot in slots), default=(0, 0))
+        return -number if longest >= least else None
+
     def release(self, slot: Slot) -> None:
         """The sequence in `slot` has ended; its tokens stay."""
         self._clock += 1

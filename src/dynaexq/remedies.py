@@ -11,6 +11,7 @@ from dynaexq.formats import tier_rank
 from dynaexq.launch import Opened
 from dynaexq.launch_options import CACHED, LaunchOptions
 from dynaexq.plan.memory import MemoryPlan, Workload
+from dynaexq.policy.caching import FLOW
 
 Attempt = tuple[str, LaunchOptions, Workload]
 
@@ -97,7 +98,7 @@ def _shorter_contexts(options: LaunchOptions, work: Workload) -> Iterator[Attemp
 def _cached(opened: Opened, options: LaunchOptions, work: Workload) -> Iterator[Attempt]:
     if options.mode not in CACHED:
         tier = min(opened.tiers, key=tier_rank)
-        yield f"--mode lfu --tier {tier}", replace(_plain(options), mode="lfu", tier=tier), work
+        yield f"--mode {FLOW} --tier {tier}", replace(_plain(options), mode=FLOW, tier=tier), work
 
 
 def _plain(options: LaunchOptions) -> LaunchOptions:

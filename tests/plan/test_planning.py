@@ -204,7 +204,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     short = run("plan", "gpt-oss-120b", "--memory", "12G", code=6)
     assert "below the floor" in short.stderr and "would, with all experts at the lowest tier" in short.stdout
-    assert "with --mode lfu --tier int2 it would: lfu, experts at int2," in short.stdout
+    assert "with --mode expertflow --tier int2 it would: expertflow, experts at int2," in short.stdout
     mine = str(tmp_path / "c.json")
     Path(mine).write_text('{"mode": "auto"}')
     for arguments, code, words in (

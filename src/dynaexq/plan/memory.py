@@ -286,7 +286,7 @@ def _explain_floor(
         return (
             f"the expert memory limit {format_bytes(expert_memory)} is below the floor {format_bytes(size)} "
             f"({size} bytes: all experts at {tier}); raise --expert-memory, allow a lower tier, or keep some experts "
-            f"on disk (--mode lfu --tier {tier})"
+            f"on disk (--mode expertflow --tier {tier})"
         )
     floor = sum(fixed.values()) + size + jitter
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in fixed.items())
@@ -294,5 +294,5 @@ def _explain_floor(
         f"the memory limit {format_bytes(memory)} is below the floor {format_bytes(floor)} ({floor} bytes: {parts}, "
         f"experts at {tier} {format_bytes(size)}, {format_bytes(jitter)} to spare); "
         "raise --memory, need less of it (a shorter text or context, fewer slots, --dense int4), allow a lower tier, "
-        f"or keep some experts on disk (--mode lfu --tier {tier})"
+        f"or keep some experts on disk (--mode expertflow --tier {tier})"
     )

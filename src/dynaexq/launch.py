@@ -331,6 +331,7 @@ def _load_config(options: LaunchOptions, plan: MemoryPlan) -> DynaExqConfig:
         "kernel": options.kernel,
         "activations": options.rounding,
         "dense": options.dense_form,
+        "router_temperature": options.router_temperature,
     }
     if plan.mode in CACHED:
         changed = options.make_tuning().changed()

@@ -15,6 +15,7 @@ from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.policy.caching import CACHE_MODES, FLOW
 from dynaexq.policy.mixing import AUTO, LOW, MISS_POLICIES, WAIT
+from dynaexq.policy.prediction import check_router_temperature
 from dynaexq.policy.regrouping import DEFAULT, RegroupingOptions, check_granularity
 from dynaexq.predictor.choice import check_predictor
 from dynaexq.traffic import check_state_file
@@ -66,6 +67,7 @@ class LaunchOptions:
     trace_hidden: bool = False
     granularity: str | None = None
     miss_policy: str = WAIT
+    router_temperature: float = 1.0
 
     @property
     def files(self) -> tuple[Path | None, ...]:
@@ -105,6 +107,7 @@ class LaunchOptions:
         self._check_tiers()
         self._check_adaptive()
         self._check_misses()
+        check_router_temperature(self.router_temperature)
         if self.predictor is not None:
             if self.mode != FLOW:
                 raise OptionError(f"--predictor goes with --mode {FLOW}, not '{self.mode}'")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dynaexq.core import OptionError, SideFileError
 from dynaexq.launch import EMBEDDED_MODEL, Opened
@@ -91,7 +93,6 @@ def test_without_routers_it_learns_from_hidden_states_alone(examples: Examples) 
 
 def test_at_work_it_says_what_it_learned(examples: Examples, routers: Routers, trained: PredictorFile) -> None:
     """The numpy of serving against the torch of training."""
-    import torch
 
     from dynaexq.predictor.corrector import CorrectorLayer
     from dynaexq.predictor.training import routers_say
@@ -176,3 +177,22 @@ def test_served_by_a_trained_predictor_the_tokens_are_the_same(
             found = llm.launch.runtime.describe_cache()
     assert answers[0] == answers[1] == answers[2]
     assert found is not None and found["loads_ahead"] > 0 and found["recall"] > 0.4
+
+
+def test_a_router_temperature_changes_weights_and_says_so(embedded_store: Path) -> None:
+    ids = (5, 6, 7, 8, 9, 10)
+    found = []
+    for temperature in (1.0, 0.5):
+        with pytest.warns(UserWarning, match="router temperature 0.5") if temperature != 1 else nullcontext():
+            llm = LLM(
+                str(embedded_store), slots=1, context=64, mode="static", tier="int8", router_temperature=temperature
+            )
+        with llm:
+            seen = []
+            llm.launch.runtime.tap = lambda layer, call, seen=seen: seen.append((layer, call.ids, call.weights))
+            with torch.inference_mode():
+                llm.launch.model(torch.tensor([ids]), use_cache=False)
+            found.append(seen[0])
+    assert torch.equal(found[0][1], found[1][1]) and (found[1][2][:, 0] > found[0][2][:, 0] + 0.01).all()
+    with pytest.raises(OptionError, match="router temperature 0 "):
+        LLM(str(embedded_store), mode="full", router_temperature=0.0)

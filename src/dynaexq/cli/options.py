@@ -116,6 +116,12 @@ GranularityOption = Annotated[
         show_default=False,
     ),
 ]
+RouterTemperatureOption = Annotated[
+    float,
+    typer.Option(
+        help="Divide what routers score by this: below 1, weights of chosen experts are further apart. Changes outputs."
+    ),
+]
 DtypeOption = Annotated[str, typer.Option(help="Of dense weights and activations: float32 or bfloat16.")]
 KernelOption = Annotated[str, typer.Option(help="Of the experts: native, or reference (exact and slow, in torch).")]
 ActivationsOption = Annotated[
@@ -198,6 +204,7 @@ def read_request(
     predictor: PredictorOption = None,
     granularity: GranularityOption = None,
     miss_policy: MissPolicyOption = WAIT,
+    router_temperature: RouterTemperatureOption = 1.0,
     dtype: DtypeOption = "float32",
     kernel: KernelOption = "native",
     activations: ActivationsOption = None,
@@ -232,6 +239,7 @@ def read_request(
         trace_hidden=record_hidden,
         granularity=granularity,
         miss_policy=miss_policy,
+        router_temperature=router_temperature,
     )
     options.check()
     if state is not None:

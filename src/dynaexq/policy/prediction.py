@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dynaexq.core import OptionError
 from dynaexq.policy.hotness import Scores
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
@@ -71,6 +72,12 @@ class Routers(NamedTuple):
 
     weights: Matrix
     top_k: int
+
+
+def check_router_temperature(temperature: float) -> None:
+    """Raise OptionError unless what routers score can be divided by it."""
+    if not 0.05 <= temperature <= 20:
+        raise OptionError(f"router temperature {temperature:g} is not in 0.05..20")
 
 
 class PreGate:

@@ -14,6 +14,7 @@ from dynaexq.kernels.base import check_kernel
 from dynaexq.kernels.dense import check_dense
 from dynaexq.policy.caching import CACHE_MODES, FLOW
 from dynaexq.policy.mixing import MISS_POLICIES, WAIT
+from dynaexq.policy.prediction import check_router_temperature
 from dynaexq.store.writer import QUANT_METHOD
 from dynaexq.tuning import Tuning, make_tuning
 
@@ -45,6 +46,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         miss_policy: for `expertflow`: `wait`, or, where experts also have versions at the tier `low`, `low` or `auto`.
         tier: for `static`, `expertflow` and caches that read on need: bf16, int8, int4,
             int3, int2 or int1; default the lowest tier of the store.
+        router_temperature: what routers score is divided by it; anything but 1 changes outputs.
         store: directory of a store to take experts from while dense weights come from the checkpoint being
             loaded; not for a prepared directory, which is its own store.
         group_size, quantizer: for loading straight from a checkpoint, quantising on the way.
@@ -83,6 +85,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         replay: str | None = None,
         predictor: str | None = None,
         miss_policy: str = WAIT,
+        router_temperature: float = 1.0,
         **unknown: Any,
     ) -> None:
         unknown.pop("quant_method", None)
@@ -104,6 +107,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         elif miss_policy not in MISS_POLICIES or (miss_policy != WAIT) is not (low is not None):
             raise OptionError(f"miss_policy {miss_policy!r}: of {', '.join(MISS_POLICIES)}; all but wait go with low")
         _check_replay(replay, drive)
+        check_router_temperature(router_temperature)
         if (mode == "static-map") != (profile is not None):
             raise OptionError("mode 'static-map' and a profile go together")
         for name in (tier, high, low):
@@ -133,6 +137,7 @@ class DynaExqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.state, self.ranking = state, ranking
         self.record, self.replay = record, replay
         self.predictor, self.miss_policy = predictor, miss_policy
+        self.router_temperature = router_temperature
         self.make_tuning()
 
     def make_tuning(self) -> Tuning:

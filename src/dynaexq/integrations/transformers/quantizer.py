@@ -21,7 +21,7 @@ from dynaexq.integrations.transformers.experts import IMPLEMENTATION, bind_exper
 from dynaexq.integrations.transformers.families import WEIGHTS, ExpertLayers, find_expert_layers
 from dynaexq.integrations.transformers.mapped import own_tensors, release_pages
 from dynaexq.integrations.transformers.norms import replace_norms
-from dynaexq.integrations.transformers.routers import find_routers
+from dynaexq.integrations.transformers.routers import find_routers, set_router_temperature
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
 from dynaexq.policy.caching import CACHE_MODES, FLOW
@@ -115,6 +115,8 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.dense:
             self.dense.check_filled(model)
         own_tensors(model, self.files)
+        if config.router_temperature != 1:
+            set_router_temperature(model, self.layers, config.router_temperature)
         budget = BudgetTracker(config.memory or available_memory())
         for part, nbytes in config.fixed.items():
             budget.reserve(part, nbytes)

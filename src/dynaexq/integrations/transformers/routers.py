@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from dynaexq.core import OptionError
 from dynaexq.integrations.transformers.families import ExpertLayers, top_k_of
 from dynaexq.integrations.transformers.source import KeyMap
 from dynaexq.policy.prediction import Routers
@@ -50,3 +52,22 @@ def _name_router(model: Any, block: str, shape: Any) -> str | None:
     size = (shape.experts, shape.expert.hidden)
     names = [name for name, each in model.get_submodule(block).named_parameters() if tuple(each.shape) == size]
     return f"{block}.{names[0]}" if len(names) == 1 else None
+
+
+def set_router_temperature(model: Any, layers: ExpertLayers, temperature: float) -> None:
+    """Divide what routers score by `temperature`, in place: the same experts are chosen by the same input, with weights
+    further apart below 1. This changes outputs.
+
+    Raises:
+        OptionError: a router is of an unknown form.
+    """
+    warnings.warn(f"router temperature {temperature:g}: answers are not those of the model as it is", stacklevel=2)
+    for name in layers.modules:
+        router = _name_router(model, name.rpartition(".")[0], layers.shape)
+        if router is None:
+            raise OptionError("the routers of this model are of an unknown form; leave the router temperature out")
+        module = model.get_submodule(router.rpartition(".")[0])
+        with torch.no_grad():
+            model.get_parameter(router).div_(temperature)
+            if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
+                bias.div_(temperature)

@@ -1,0 +1,234 @@
+"""Tables of `benchmarks.expertflow`: factors, the bound beside what was measured, targets, equal bytes, workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.adaptive_report import table
+from dynaexq.plan.memory import MIB
+from dynaexq.simulate.cache import BELADY
+from dynaexq.tuning import GIGABYTE
+
+Row = dict[str, Any]
+
+BASE = {"link": 1.0, "cache": 0.3, "batch": 1, "prompt": 64}
+NAMES = {
+    "link": "layer times that a load takes", "cache": "experts resident", "batch": "batch", "prompt": "prompt tokens",
+}  # fmt: skip
+FLOOR, LRU, FLOW = "static", "lru", "expertflow"
+DEFAULT = "expertflow pregate"
+"""What `--mode expertflow` does without a trained predictor."""
+
+HITS, HIDDEN, SPEED_UP = 0.9, 0.8, 1.9
+"""Targets: of Belady's hits; of load time at batch 8; over `lru` where 30 % are resident."""
+
+PAPER, ACROSS = "paper: ", "across"
+
+
+class Bound(NamedTuple):
+    """What no cache can do better.
+
+    Args:
+        seconds: of a round, at least: all computing, or all bytes of the fewest reads over the link, if that is longer.
+        by: which of both.
+        over_lru: how many times faster than `lru` that is.
+        hidden: share of the time of those reads that computing can hide.
+    """
+
+    seconds: float
+    by: str
+    over_lru: float
+    hidden: float
+
+
+def find_bound(row: Row) -> Bound:
+    """Of a row with all modes."""
+    rates = [row["read_gbps"], *([row["link_gbps"]] if row["link_gbps"] else [])]
+    computing = row["modes"][FLOOR]["seconds"]
+    reading = row[BELADY]["misses"] * row["expert_bytes"] / (min(rates) * GIGABYTE)
+    least = max(computing, reading)
+    by = "bandwidth" if reading > computing else "computing"
+    hidden = 1.0 if reading <= computing else computing / reading
+    return Bound(least, by, row["modes"][LRU]["seconds"] / least, hidden)
+
+
+def render(result: dict[str, Any]) -> str:
+    """Markdown of a result: factors, targets, equal bytes, workloads; what is not there is left out."""
+    rows: dict[str, Row] = result["rows"]
+    plain = [row for key, row in rows.items() if key != ACROSS and not key.startswith(PAPER)]
+    paper = [row for key, row in rows.items() if key.startswith(PAPER)]
+    lines: list[str] = []
+    for model in dict.fromkeys(row["point"]["model"] for row in plain):
+        mine = [row for row in plain if row["point"]["model"] == model]
+        for factor in BASE:
+            lines += _render_factor(model, factor, pick_rows(mine, factor))
+        lines += ["", f"Targets, {model}:", "", *_judge(mine)]
+    if paper:
+        lines += _render_paper(paper)
+    if ACROSS in rows:
+        lines += _render_across(rows[ACROSS])
+    return "\n".join(lines).strip()
+
+
+def pick_rows(rows: list[Row], factor: str) -> list[Row]:
+    """Rows of one model that differ from the base in nothing but `factor`, the disk last."""
+    others = [name for name in BASE if name != factor]
+    same = [row for row in rows if all(row["point"][name] == BASE[name] for name in others)]
+    return sorted(same, key=lambda row: float("inf") if row["point"][factor] is None else row["point"][factor])
+
+
+def show_value(factor: str, row: Row) -> str:
+    """Where a row is on its axis."""
+    value = row["point"][factor]
+    if factor == "cache":
+        return f"{100 * value:.0f} %"
+    return "disk" if value is None else f"{value:g}"
+
+
+def _render_factor(model: str, factor: str, rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
+    modes = list(rows[0]["modes"])
+    flows = [name for name in modes if name.startswith(FLOW)]
+    heads = [NAMES[factor], "layer ms", *modes, *(f"{name.removeprefix(FLOW)} / lru".strip() for name in flows)]
+    heads += ["at most", "bound by", f"hits: {LRU}", *(name.removeprefix(FLOW).strip() for name in flows), BELADY]
+    return [
+        "",
+        f"**{model}, {NAMES[factor]}**: tokens a second, times `lru`, needs met.",
+        "",
+        *table(heads, [_factor_cells(factor, row, modes, flows) for row in rows]),
+    ]
+
+
+def _factor_cells(factor: str, row: Row, modes: list[str], flows: list[str]) -> list[str]:
+    found, bound = row["modes"], find_bound(row)
+    speeds = {name: found[name]["tokens_per_second"] for name in modes}
+    return [
+        show_value(factor, row),
+        f"{row['layer_ms']:.2f}",
+        *(f"{speeds[name]:.3g}" for name in modes),
+        *(f"{speeds[name] / speeds[LRU]:.2f}" for name in flows),
+        f"{bound.over_lru:.2f}",
+        bound.by,
+        *(_percent(found[name].get("hit_rate")) for name in (LRU, *flows)),
+        _percent(row[BELADY]["hit_rate"]),
+    ]
+
+
+def _judge(rows: list[Row]) -> Iterator[str]:
+    """Each target that rows speak of: met, or missed and whether it can be met at all."""
+    for row in rows:
+        point, found = row["point"], row["modes"]
+        flows = [name for name in found if name.startswith(FLOW)]
+        where = f"batch {point['batch']}, prompt {point['prompt']}, {100 * point['cache']:.0f} % resident, link "
+        where += "disk" if point["link"] is None else f"{point['link']:g}"
+        bound, most = find_bound(row), row[BELADY]["hit_rate"]
+        if point["cache"] < 1 and most:
+            yield _verdict(where, f"hits, {_percent(HITS)} of Belady's {_percent(most)}", HITS, {
+                name: found[name]["hit_rate"] / most for name in flows
+            }, None)  # fmt: skip
+        if point["batch"] == 8 and point["link"] == 1:
+            yield _verdict(where, f"load time hidden, {_percent(HIDDEN)}", HIDDEN, {
+                name: found[name].get("hidden", 0.0) for name in flows
+            }, bound.hidden)  # fmt: skip
+        if point["cache"] == BASE["cache"]:
+            yield _verdict(where, f"throughput, {SPEED_UP} times `lru`", SPEED_UP, {
+                name: found[name]["tokens_per_second"] / found[LRU]["tokens_per_second"] for name in flows
+            }, bound.over_lru)  # fmt: skip
+
+
+def _verdict(where: str, what: str, target: float, values: dict[str, float], most: float | None) -> str:
+    met = values[DEFAULT] >= target
+    said = ", ".join(f"{name.removeprefix(FLOW).strip()} {value:.2f}" for name, value in values.items())
+    limit = "" if most is None else f"; at most {most:.2f}"
+    impossible = not met and most is not None and most < target
+    verdict = "met" if met else "missed, and out of reach" if impossible else "missed"
+    return f"* {where}: {what}: **{verdict}** ({said}{limit})"
+
+
+def _render_paper(rows: list[Row]) -> list[str]:
+    modes = [name for name in rows[0]["modes"] if name != FLOOR]
+    point = rows[0]["point"]
+    heads = ["batch", *(f"{name}: tokens/s" for name in modes), f"{FLOOR} at int4, which does not fit", "ratios"]
+    heads += [f"{name}: TPOT mean / P99 ms" for name in modes] + [f"{name}: waits" for name in modes]
+    return [
+        "",
+        f"**{point['model']}, experts held to {100 * point['cache']:.0f} % of their bytes at int4** (weights are "
+        "random: speed alone compares; a load of an expert takes one layer time at int4):",
+        "",
+        *table(heads, [_paper_cells(row, modes) for row in sorted(rows, key=lambda row: row["point"]["batch"])]),
+    ]
+
+
+def _paper_cells(row: Row, modes: list[str]) -> list[str]:
+    found = row["modes"]
+    speeds = [found[name]["tokens_per_second"] for name in modes]
+    return [
+        f"{row['point']['batch']}",
+        *(f"{speed:.3g}" for speed in speeds),
+        f"{found[FLOOR]['tokens_per_second']:.3g}",
+        " : ".join(f"{speed / speeds[-1]:.2f}" for speed in speeds),
+        *(f"{found[name]['tpot_ms']:.1f} / {found[name]['tpot_p99_ms']:.1f}" for name in modes),
+        *(_percent(found[name]["wait_share"]) for name in modes),
+    ]
+
+
+def _render_across(row: Row) -> list[str]:
+    recall, distances = row["recall"], row["distances"]
+    judged = list(row["tokens"])
+    heads = ["predictor", *(f"{name}, {distance} ahead" for distance in distances for name in judged)]
+    cells = [
+        [
+            f"trained on {name}" if name in judged else name,
+            *(_percent(found[each][place]) for place in range(len(distances)) for each in judged),
+        ]
+        for name, found in recall.items()
+    ]
+    tokens = ", ".join(f"{name} {count:,}" for name, count in row["tokens"].items())
+    return [
+        "",
+        f"**Predictions in and across workloads** (embedded model; share of chosen experts among as many that are "
+        f"named, on held-out requests, so many layers ahead; tokens: {tokens}):",
+        "",
+        *table(heads, cells),
+    ]
+
+
+def render_details(result: dict[str, Any]) -> str:
+    """A table of everything, by row and mode."""
+    heads = ["mode", "tokens/s", "TTFT ms", "TPOT ms", "P99", "wait s", "share", "hidden", "hits", "recall"]
+    heads += ["precision", "loads", "ahead", "late", "wasted", "MiB read"]
+    lines: list[str] = []
+    for key, row in result["rows"].items():
+        if key == ACROSS:
+            continue
+        link = "as the store reads" if row["link_gbps"] is None else f"{row['link_gbps']:.3g} GB/s"
+        lines += [
+            "",
+            f"{key}: {row['answer']} tokens an answer, {row['rounds']} rounds; a layer {row['layer_ms']:.2f} ms, an "
+            f"expert {row['expert_bytes'] / MIB:.3g} MiB, the link {link}, the store {row['read_gbps']:.3g} GB/s",
+        ]
+        if BELADY in row:
+            bound, most = find_bound(row), row[BELADY]
+            lines.append(
+                f"Belady: {_percent(most['hit_rate'])} hits, {most['misses']:.0f} loads; so a round takes at least "
+                f"{bound.seconds:.3g} s ({bound.by}), {bound.over_lru:.2f} times as fast as {LRU}"
+            )
+        lines += ["", *table(heads, [_detail_cells(name, mode) for name, mode in row["modes"].items()])]
+    return "\n".join(lines).strip()
+
+
+def _detail_cells(name: str, mode: dict[str, float]) -> list[str]:
+    return [
+        name,
+        f"{mode['tokens_per_second']:.3g}",
+        *(f"{mode[each]:.3g}" for each in ("ttft_ms", "tpot_ms", "tpot_p99_ms", "wait_seconds")),
+        *(_percent(mode.get(each)) for each in ("wait_share", "hidden", "hit_rate", "recall", "precision")),
+        *(f"{mode[each]:.0f}" for each in ("loads", "loads_ahead", "late", "wasted")),
+        f"{mode['bytes_moved'] / MIB:.0f}",
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"

@@ -34,7 +34,10 @@ from dynaexq.plan.memory import (
     plan_cache,
 )
 from dynaexq.plan.process import available_memory, peak_resident_bytes, resident_bytes
+from dynaexq.policy.caching import FLOW
 from dynaexq.policy.prediction import Routers
+from dynaexq.predictor.choice import predictor_bytes
+from dynaexq.predictor.files import PREDICTOR_NAME
 from dynaexq.residency.layout import share_evenly
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.store import MANIFEST_NAME, ExpertStore, PrepareOptions, prepare_store
@@ -201,6 +204,10 @@ class Opened:
         if options.mode in CACHED:
             top_k = top_k_of(self.skeleton.model.config)
             fixed["expert groups"] = group_bytes(self.skeleton.profile.shape, top_k, work.tokens)
+        if options.mode == FLOW:
+            own = self.home / PREDICTOR_NAME
+            name = options.predictor or (str(own) if own.is_file() else None)
+            fixed["predictor"] = predictor_bytes(name, self.skeleton.profile.shape)
         trace = TRACE_BYTES + (HIDDEN_TRACE_BYTES if options.trace_hidden else 0)
         return fixed if options.trace is None else {**fixed, "trace": trace}
 

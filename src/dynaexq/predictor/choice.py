@@ -38,6 +38,14 @@ def pick_predictor(
     return lambda: LearnedPredictor(file, routers)
 
 
+def predictor_bytes(name: str | None, shape: ModelShape) -> int:
+    """What a predictor takes: the routers of all layers in float32, where it asks them, and its file."""
+    if name == AVERAGE:
+        return 0
+    routers = 4 * shape.layers * shape.experts * shape.expert.hidden
+    return routers if name in (None, PREGATE) else routers + Path(name).stat().st_size
+
+
 def check_predictor(name: str) -> None:
     """Raise OptionError unless `name` is a predictor's, or a file."""
     if name not in NAMES and not Path(name).is_file():

@@ -25,6 +25,7 @@ from dynaexq.integrations.transformers.routers import find_routers, set_router_t
 from dynaexq.integrations.transformers.source import CheckpointExperts, KeyMap, QuantisingExperts
 from dynaexq.plan.process import available_memory
 from dynaexq.policy.caching import CACHE_MODES, FLOW
+from dynaexq.predictor.choice import AVERAGE
 from dynaexq.predictor.files import PREDICTOR_NAME
 from dynaexq.residency import BudgetTracker, VersionSource
 from dynaexq.runtime import ExpertRuntime
@@ -134,7 +135,8 @@ class DynaExqQuantizer(HfQuantizer):  # type: ignore[misc]
         serving = Serving(config.mode, self.source, budget, config.kernel, config.activations, loading_progress.get())
         if config.mode in CACHE_MODES:
             assert config.expert_memory is not None
-            routers = find_routers(model, self.layers) if config.mode == FLOW else None
+            asked = config.mode == FLOW and self._predictor() != AVERAGE
+            routers = find_routers(model, self.layers) if asked else None
             more = self._predictor(), routers, config.low, config.miss_policy
             return serve_cached(serving, Cached(self._tier(), config.expert_memory, config.make_tuning(), *more))
         if config.mode not in PAIRED:

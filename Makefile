@@ -34,6 +34,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.tracing --quick
 	$(BIN)/python -m benchmarks.simulator --quick
 	$(BIN)/python -m benchmarks.offload --quick
+	$(BIN)/python -m benchmarks.expertflow --quick
 
 table: setup
 	$(BIN)/python -m benchmarks.tiers $(if $(TEXTS),--texts $(TEXTS)) --json benchmarks/results/tiers.json --readme README.md

@@ -35,7 +35,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "batch": (1, 2, 4, 8, 16, 32),
     "prompt": (16, 64, 256, 768),
 }
-QUICK_FACTORS: dict[str, tuple[Any, ...]] = {"link": (1.0,), "cache": (0.3,), "batch": (8,), "prompt": (16,)}
+QUICK_FACTORS: dict[str, tuple[Any, ...]] = {"link": (1.0,), "cache": (0.3,), "batch": (1,), "prompt": (64,)}
 PAPER, ACROSS = "paper", "across"
 PARTS = (*FACTORS, PAPER, ACROSS)
 PAPER_SHARE = 0.6
@@ -107,7 +107,7 @@ def run_jobs(jobs: Sequence[Job], rows: Rows, quick: bool) -> None:
         if not mine:
             continue
         with make_ground(model, quick) as ground:
-            ground.predictors = {name: name for name in NAMES}
+            ground.predictors = {name: name for name in (NAMES[-1:] if quick else NAMES)}
             if model == EMBEDDED and any(job.point for job in mine):
                 ground.predictors["trained"] = str(train_on_all(ground, Effort.of(quick)))
             for job in mine:
@@ -139,7 +139,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two layers, few points, one round")
+    parser.add_argument("--quick", action="store_true", help="two layers, one point, few modes, one round")
     parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON")
     parser.add_argument("--readme", metavar="FILE", help="replace the tables between the markers of this file")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw it: .svg or .png")

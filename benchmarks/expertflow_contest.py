@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.expertflow_ground import TIER, TURNS, Ground, Recorded, copy_to_disk, measure_reads
-from dynaexq.core import ModelShape
+from benchmarks.expertflow_ground import TIER, TIERS, TURNS, Ground, copy_to_disk, measure_reads
 from dynaexq.engine import EngineOptions, FinishEvent, StepReport
 from dynaexq.llm import LLM
-from dynaexq.policy.caching import CACHE_POLICIES, FLOW, CacheMap
-from dynaexq.simulate.cache import BELADY, list_needs, make_policy
-from dynaexq.simulate.feed import read_blocks
+from dynaexq.policy.caching import CACHE_POLICIES, FLOW, CacheMap, Places
+from dynaexq.policy.prediction import Matrix
+from dynaexq.residency.cache import CachedExperts
+from dynaexq.simulate.cache import BELADY, Belady
 from dynaexq.simulate.trace_source import version_bytes
-from dynaexq.traffic.trace import TraceReader
 from dynaexq.tuning import GIGABYTE
 
 ROUNDS, QUICK_ROUNDS = 3, 1
@@ -30,7 +29,7 @@ ROW_SECONDS = 120
 ANSWERS, QUICK_ANSWER = {1: 64, 2: 64, 4: 64, 8: 32, 16: 16, 32: 16}, 16
 """Tokens of an answer by batch."""
 
-FLOOR = "static"
+FLOOR, LRU = "static", "lru"
 """All experts resident at the same tier: no mode that reads them takes less time."""
 
 Options = dict[str, Any]
@@ -172,23 +171,19 @@ def _make_shares(sums: dict[str, float]) -> dict[str, float]:
 
 def run_row(ground: Ground, point: Point, quick: bool) -> dict[str, Any]:
     """All modes at a point, beside what no cache can do better."""
-    plan = Plan.of(point.batch, quick)
+    memory = round(point.cache * ground.experts) * ground.expert_bytes
+    common: Options = {"tier": TIER, "expert_memory": memory}
+    modes: dict[str, Options] = {name: {"mode": name, **common} for name in ((LRU,) if quick else CACHE_POLICIES)}
+    for name, predictor in ground.predictors.items():
+        modes[f"{FLOW} {name}"] = {"mode": FLOW, "predictor": predictor, **common}
     with _choose_root(ground, point) as root:
-        memory = round(point.cache * ground.experts) * ground.expert_bytes
-        common: Options = {"tier": TIER, "expert_memory": memory}
-        modes: dict[str, Options] = {name: {"mode": name, **common} for name in CACHE_POLICIES}
-        for name, predictor in ground.predictors.items():
-            modes[f"{FLOW} {name}"] = {"mode": FLOW, "predictor": predictor, **common}
-        row = run_contest(ground, root, point, plan, modes)
-    recorded = _record_needs(ground, point, plan)
-    capacity = memory // ground.expert_bytes
-    return {**row, BELADY: measure_belady(recorded, ground.store.shape, capacity, row["rounds"])}
+        return run_contest(ground, root, point, Plan.of(point.batch, quick), modes)
 
 
 def run_paper_row(ground: Ground, point: Point, quick: bool) -> dict[str, Any]:
     """One limit for experts: all at the highest tier that fits, two tiers, and some experts that are read ahead."""
     memory = int(point.cache * ground.experts * ground.expert_bytes)
-    low = "int2"
+    low = TIERS[-1]
     assert version_bytes(ground.store, low) * ground.experts <= memory
     modes: dict[str, Options] = {
         f"static {low}": {"mode": "static", "tier": low},
@@ -200,7 +195,7 @@ def run_paper_row(ground: Ground, point: Point, quick: bool) -> dict[str, Any]:
 
 def run_contest(ground: Ground, root: Path, point: Point, plan: Plan, modes: dict[str, Options]) -> dict[str, Any]:
     """Warm all modes up, then let them answer the same prompts in turns; the link is as slow as the floor says."""
-    layers, reads = ground.store.shape.layers, measure_reads(root)
+    reads = measure_reads(root)
     with ExitStack() as stack:
 
         def enter(options: Options) -> Contestant:
@@ -210,12 +205,14 @@ def run_contest(ground: Ground, root: Path, point: Point, plan: Plan, modes: dic
 
         found = {FLOOR: enter({"mode": "static", "tier": TIER})}
         found[FLOOR].run_round(-1)
-        layer = found[FLOOR].layer_seconds(layers)
+        layer = found[FLOOR].layer_seconds(ground.store.shape.layers)
         link = None if point.link is None else ground.expert_bytes / (point.link * layer) / GIGABYTE
         for name, options in modes.items():
             tune = {} if link is None or options["mode"] == "static" else {"tune": {"link_gbps": link}}
             found[name] = enter({**options, **tune})
-        rounds = _take_turns(list(found.values()), plan.rounds)
+        cache = found[LRU].llm.launch.runtime.cache if LRU in found else None
+        needs = Needs(cache) if cache else None
+        rounds = _take_turns(list(found.values()), plan.rounds, needs)
         return {
             "point": point._asdict(),
             "answer": plan.answer,
@@ -226,20 +223,25 @@ def run_contest(ground: Ground, root: Path, point: Point, plan: Plan, modes: dic
             "read_gbps": reads / GIGABYTE,
             "expert_bytes": ground.expert_bytes,
             "modes": {name: each.measure() for name, each in found.items()},
+            **({BELADY: needs.measure_belady(ground.experts, cache.map.capacity)} if needs and cache else {}),
         }
 
 
-def _take_turns(contestants: Sequence[Contestant], rounds: int) -> int:
+def _take_turns(contestants: Sequence[Contestant], rounds: int, needs: Needs | None) -> int:
+    """Returns how many rounds there were."""
     for each in contestants:
         each.warm_up()
-    start = time.monotonic()
-    for number in range(rounds):
-        first = number % len(contestants)
+    start, done = time.monotonic(), 0
+    while done < rounds and time.monotonic() - start < ROW_SECONDS:
+        if needs:
+            needs.mark()
+        first = done % len(contestants)
         for each in (*contestants[first:], *contestants[:first]):
-            each.run_round(number)
-        if time.monotonic() - start > ROW_SECONDS:
-            return number + 1
-    return rounds
+            each.run_round(done)
+        done += 1
+    if needs:
+        needs.mark()
+    return done
 
 
 @contextmanager
@@ -251,34 +253,33 @@ def _choose_root(ground: Ground, point: Point) -> Iterator[Path]:
         yield root
 
 
-def _record_needs(ground: Ground, point: Point, plan: Plan) -> Recorded:
-    """What routers choose in the warm-up and all rounds of a row; known from other rows, where those ask the same."""
-    known = point.batch, point.prompt
-    if known not in ground.recorded:
-        path, ends = ground.directory / f"needs-{point.batch}-{point.prompt}.parquet", []
-        contestant = Contestant(ground, ground.root, point, plan, {"mode": "static", "tier": TIER, "trace": path})
-        for number in range(-1, plan.rounds):
-            contestant.run_round(number)
-            ends.append(contestant.llm.engine.counts().steps)
-        contestant.llm.close()
-        ground.recorded[known] = Recorded(path, tuple(ends))
-    return ground.recorded[known]
+class Needs:
+    """What layers ask a cache for, in their order, and where rounds begin: listened to while it works."""
 
+    def __init__(self, cache: CachedExperts) -> None:
+        self._look, self._experts = cache.look, cache.shape.experts
+        self._all: list[tuple[int, Places]] = []
+        self._marks: list[int] = []
+        cache.look = self._listen  # type: ignore[method-assign]
 
-def measure_belady(recorded: Recorded, shape: ModelShape, capacity: int, rounds: int) -> dict[str, float]:
-    """Hits and misses of a round, on average, of a cache that knows the future; the warm-up does not count."""
-    reader = TraceReader.open(recorded.path)
-    policy = make_policy(BELADY, shape, lambda: read_blocks(reader))
-    cache, part = CacheMap(shape.layers * shape.experts, capacity, policy), 0
-    marks: list[tuple[int, int]] = []
-    for places, when in list_needs(shape, read_blocks(reader)):
-        if when == recorded.ends[part] * shape.layers:
-            marks.append((cache.hits, cache.misses))
-            part += 1
-        for group in cache.split(places):
-            missing, _ = cache.need(group)
-            cache.admit(missing)
-    reader.close()
-    marks.append((cache.hits, cache.misses))
-    hits, misses = (marks[rounds][kind] - marks[0][kind] for kind in (0, 1))
-    return {"hit_rate": hits / max(1, hits + misses), "hits": hits / rounds, "misses": misses / rounds}
+    def mark(self) -> None:
+        """A round begins, or the last one has ended."""
+        self._marks.append(len(self._all))
+
+    def measure_belady(self, size: int, capacity: int) -> dict[str, float]:
+        """Hits and misses of a round, on average, of a cache that knows the future."""
+        needs = [(self._experts * layer + np.unique(ids), when) for when, (layer, ids) in enumerate(self._all)]
+        cache, counts = CacheMap(size, capacity, Belady(size, needs)), []
+        for places, when in needs:
+            if when in self._marks:
+                counts.append((cache.hits, cache.misses))
+            for group in cache.split(places):
+                missing, _ = cache.need(group)
+                cache.admit(missing)
+        rounds = len(self._marks) - 1
+        hits, misses = cache.hits - counts[0][0], cache.misses - counts[0][1]
+        return {"hit_rate": hits / (hits + misses), "hits": hits / rounds, "misses": misses / rounds}
+
+    def _listen(self, layer: int, ids: Places, hidden: Matrix | None) -> list[Places]:
+        self._all.append((layer, ids.copy()))
+        return self._look(layer, ids, hidden)

@@ -1,4 +1,4 @@
-"""What `benchmarks.expertflow` runs on: stores, prompts of the shipped texts, recorded needs, predictors that learn."""
+"""What `benchmarks.expertflow` runs on: stores, and prompts of the shipped texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.workloads import SHIPPED
 from dynaexq.device import CpuDevice
 from dynaexq.evaluate import read_documents
+from dynaexq.formats import DEFAULT_QUANTIZER
 from dynaexq.integrations.transformers.loading import load_tokenizer, open_experts
 from dynaexq.integrations.transformers.random_model import describe_random_model
 from dynaexq.launch import EMBEDDED_MODEL, cache_directory
@@ -40,13 +40,6 @@ MEMORY_DISK, ROOM = Path("/dev/shm"), 8 << 30
 READ_BYTES = 512 << 20
 
 
-class Recorded(NamedTuple):
-    """A trace, and the pass at which each part of it ends: the warm-up, then rounds."""
-
-    path: Path
-    ends: tuple[int, ...]
-
-
 @dataclass
 class Ground:
     """A model to run: its store, a directory for files beside it, and what is known of it so far."""
@@ -56,8 +49,6 @@ class Ground:
     directory: Path
     texts: dict[str, tuple[int, ...]]
     """Tokens to take prompts from; predictors learn from others."""
-    recorded: dict[tuple[int, int], Recorded] = field(default_factory=dict)
-    """Needs by batch and prompt."""
     predictors: dict[str, str] = field(default_factory=dict)
     """What `--predictor` takes, by name."""
 
@@ -110,7 +101,8 @@ def make_ground(name: str, quick: bool) -> Iterator[Ground]:
             model = describe_random_model(name, EMBEDDED_MODEL, "zipf", 0, num_hidden_layers=layers, vocab_size=4096)
             write_synthetic(model, root, PrepareOptions(TIERS, 64), lambda *_: None)
         else:
-            prepare_store(open_experts(EMBEDDED_MODEL)[1], root, PrepareOptions(TIERS, 64), lambda *_: None)
+            options = PrepareOptions(TIERS, 64, "rtn" if quick else DEFAULT_QUANTIZER)
+            prepare_store(open_experts(EMBEDDED_MODEL)[1], root, options, lambda *_: None)
         print(f"{name}: store made in {time.perf_counter() - start:.0f} s", file=sys.stderr)
         yield Ground(name, root, Path(directory), read_texts(learn=False))
 

@@ -91,8 +91,8 @@ def _render_factor(model: str, factor: str, rows: list[Row]) -> list[str]:
         return []
     modes = list(rows[0]["modes"])
     flows = [name for name in modes if name.startswith(FLOW)]
-    heads = [NAMES[factor], "layer ms", *modes, *(f"{name.removeprefix(FLOW)} / lru".strip() for name in flows)]
-    heads += ["at most", "bound by", f"hits: {LRU}", *(name.removeprefix(FLOW).strip() for name in flows), BELADY]
+    heads = [NAMES[factor], "layer ms", *modes, *(f"{_short(name)} / {LRU}" for name in flows)]
+    heads += ["at most", "bound by", f"hits: {LRU}", *map(_short, flows), BELADY]
     return [
         "",
         f"**{model}, {NAMES[factor]}**: tokens a second, times `lru`, needs met.",
@@ -118,39 +118,44 @@ def _factor_cells(factor: str, row: Row, modes: list[str], flows: list[str]) -> 
 
 def _judge(rows: list[Row]) -> Iterator[str]:
     """Each target that rows speak of: met, or missed and whether it can be met at all."""
-    for row in rows:
-        point, found = row["point"], row["modes"]
-        flows = [name for name in found if name.startswith(FLOW)]
-        where = f"batch {point['batch']}, prompt {point['prompt']}, {100 * point['cache']:.0f} % resident, link "
-        where += "disk" if point["link"] is None else f"{point['link']:g}"
-        bound, most = find_bound(row), row[BELADY]["hit_rate"]
-        if point["cache"] < 1 and most:
-            yield _verdict(where, f"hits, {_percent(HITS)} of Belady's {_percent(most)}", HITS, {
-                name: found[name]["hit_rate"] / most for name in flows
-            }, None)  # fmt: skip
-        if point["batch"] == 8 and point["link"] == 1:
-            yield _verdict(where, f"load time hidden, {_percent(HIDDEN)}", HIDDEN, {
-                name: found[name].get("hidden", 0.0) for name in flows
-            }, bound.hidden)  # fmt: skip
-        if point["cache"] == BASE["cache"]:
-            yield _verdict(where, f"throughput, {SPEED_UP} times `lru`", SPEED_UP, {
-                name: found[name]["tokens_per_second"] / found[LRU]["tokens_per_second"] for name in flows
-            }, bound.over_lru)  # fmt: skip
+    for row in pick_rows(rows, "cache"):
+        if (most := row[BELADY]["hit_rate"]) and row["point"]["cache"] < 1:
+            values = {name: mode["hit_rate"] / most for name, mode in _flows(row)}
+            yield _verdict(row, "cache", f"{_percent(HITS)} of Belady's hits ({_percent(most)})", HITS, values, None)
+    for row in pick_rows(rows, "batch"):
+        if row["point"]["batch"] == 8:
+            values = {name: mode.get("hidden", 0.0) for name, mode in _flows(row)}
+            most = find_bound(row).hidden
+            yield _verdict(row, "batch", f"{_percent(HIDDEN)} of load time hidden", HIDDEN, values, most)
+    for factor in ("link", "batch", "prompt"):
+        for row in pick_rows(rows, factor):
+            least = row["modes"][LRU]["tokens_per_second"]
+            values = {name: mode["tokens_per_second"] / least for name, mode in _flows(row)}
+            most = find_bound(row).over_lru
+            yield _verdict(row, factor, f"{SPEED_UP} times the tokens of `lru`", SPEED_UP, values, most)
 
 
-def _verdict(where: str, what: str, target: float, values: dict[str, float], most: float | None) -> str:
+def _flows(row: Row) -> list[tuple[str, dict[str, float]]]:
+    return [(name, mode) for name, mode in row["modes"].items() if name.startswith(FLOW)]
+
+
+def _verdict(row: Row, factor: str, what: str, target: float, values: dict[str, float], most: float | None) -> str:
     met = values[DEFAULT] >= target
-    said = ", ".join(f"{name.removeprefix(FLOW).strip()} {value:.2f}" for name, value in values.items())
+    said = ", ".join(f"{_short(name)} {value:.2f}" for name, value in values.items())
     limit = "" if most is None else f"; at most {most:.2f}"
     impossible = not met and most is not None and most < target
     verdict = "met" if met else "missed, and out of reach" if impossible else "missed"
-    return f"* {where}: {what}: **{verdict}** ({said}{limit})"
+    return f"* {NAMES[factor]} {show_value(factor, row)}: {what}: **{verdict}** ({said}{limit})"
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(FLOW).strip()
 
 
 def _render_paper(rows: list[Row]) -> list[str]:
     modes = [name for name in rows[0]["modes"] if name != FLOOR]
     point = rows[0]["point"]
-    heads = ["batch", *(f"{name}: tokens/s" for name in modes), f"{FLOOR} at int4, which does not fit", "ratios"]
+    heads = ["batch", *(f"{name}: tokens/s" for name in modes), f"{FLOOR} at int4, which does not fit", f"over {FLOW}"]
     heads += [f"{name}: TPOT mean / P99 ms" for name in modes] + [f"{name}: waits" for name in modes]
     return [
         "",
@@ -168,7 +173,7 @@ def _paper_cells(row: Row, modes: list[str]) -> list[str]:
         f"{row['point']['batch']}",
         *(f"{speed:.3g}" for speed in speeds),
         f"{found[FLOOR]['tokens_per_second']:.3g}",
-        " : ".join(f"{speed / speeds[-1]:.2f}" for speed in speeds),
+        ", ".join(f"{speed / speeds[-1]:.2f}" for speed in speeds[:-1]),
         *(f"{found[name]['tpot_ms']:.1f} / {found[name]['tpot_p99_ms']:.1f}" for name in modes),
         *(_percent(found[name]["wait_share"]) for name in modes),
     ]

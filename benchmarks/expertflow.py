@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.expertflow_across import Effort, run_across, train_on_all
-from benchmarks.expertflow_contest import Point, run_paper_row, run_row
+from benchmarks.expertflow_contest import run_paper_row, run_row
+from benchmarks.expertflow_contestant import Point
 from benchmarks.expertflow_ground import EMBEDDED, MODELS, SYNTHETIC, Ground, make_ground
 from benchmarks.expertflow_report import render, render_details
 from benchmarks.machine import describe_run, pin_threads, publish

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _draw_factor(panel: Any, factor: str, rows: list[dict[str, Any]]) -> None:
         places = [show_value(factor, row) for row in rows]
         for name in rows[0]["modes"]:
             colour, style = STYLES[name]
-            speeds = [row["modes"][name]["tokens_per_second"] for row in rows]
+            speeds = [row["modes"].get(name, {}).get("tokens_per_second", math.nan) for row in rows]
             panel.plot(places, speeds, style, color=colour, label=name, markersize=4)
         most = [row["modes"][LRU]["tokens_per_second"] * find_bound(row).over_lru for row in rows]
         panel.plot(places, most, ":", color="tab:blue", label="no cache is faster")

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.adaptive_report import table
 from dynaexq.plan.memory import MIB
+from dynaexq.policy.caching import FLOW
+from dynaexq.predictor.choice import PREGATE
 from dynaexq.simulate.cache import BELADY
 from dynaexq.tuning import GIGABYTE
 
@@ -16,9 +18,9 @@ BASE = {"link": 1.0, "cache": 0.3, "batch": 1, "prompt": 64}
 NAMES = {
     "link": "layer times that a load takes", "cache": "experts resident", "batch": "batch", "prompt": "prompt tokens",
 }  # fmt: skip
-FLOOR, LRU, FLOW = "static", "lru", "expertflow"
-DEFAULT = "expertflow pregate"
-"""What `--mode expertflow` does without a trained predictor."""
+FLOOR, LRU, DEFAULT = "static", "lru", f"{FLOW} {PREGATE}"
+"""All experts resident at the same tier: no mode that reads them takes less time; whom others are measured against; and
+what `expertflow` is without a trained predictor."""
 
 HITS, HIDDEN, SPEED_UP = 0.9, 0.8, 1.9
 """Targets: of Belady's hits; of load time at batch 8; over `lru` where 30 % are resident."""
@@ -103,15 +105,15 @@ def _render_factor(model: str, factor: str, rows: list[Row]) -> list[str]:
 
 def _factor_cells(factor: str, row: Row, modes: list[str], flows: list[str]) -> list[str]:
     found, bound = row["modes"], find_bound(row)
-    speeds = {name: found[name]["tokens_per_second"] for name in modes}
+    speeds = {name: mode["tokens_per_second"] for name, mode in found.items()}
     return [
         show_value(factor, row),
         f"{row['layer_ms']:.2f}",
-        *(f"{speeds[name]:.3g}" for name in modes),
-        *(f"{speeds[name] / speeds[LRU]:.2f}" for name in flows),
+        *(f"{speeds[name]:.3g}" if name in speeds else "" for name in modes),
+        *(f"{speeds[name] / speeds[LRU]:.2f}" if name in speeds else "" for name in flows),
         f"{bound.over_lru:.2f}",
         bound.by,
-        *(_percent(found[name].get("hit_rate")) for name in (LRU, *flows)),
+        *(_percent(found.get(name, {}).get("hit_rate")) for name in (LRU, *flows)),
         _percent(row[BELADY]["hit_rate"]),
     ]
 

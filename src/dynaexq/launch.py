@@ -205,8 +205,8 @@ class Opened:
             top_k = top_k_of(self.skeleton.model.config)
             fixed["expert groups"] = group_bytes(self.skeleton.profile.shape, top_k, work.tokens)
         if options.mode == FLOW:
-            own = self.home / PREDICTOR_NAME
-            name = options.predictor or (str(own) if own.is_file() else None)
+            own = self.home / PREDICTOR_NAME if self.home else None
+            name = options.predictor or (str(own) if own and own.is_file() else None)
             fixed["predictor"] = predictor_bytes(name, self.skeleton.profile.shape)
         trace = TRACE_BYTES + (HIDDEN_TRACE_BYTES if options.trace_hidden else 0)
         return fixed if options.trace is None else {**fixed, "trace": trace}
@@ -308,9 +308,11 @@ class Opened:
         return serving
 
     @property
-    def home(self) -> Path:
-        """The store that it is served from, which may still have to be made."""
-        return self.root if self.store else self._cached_store()
+    def home(self) -> Path | None:
+        """The store that it is served from, which may still have to be made; None for a model that has no weights."""
+        if self.store:
+            return self.root
+        return self._cached_store() if self.source else None
 
     def _cached_store(self) -> Path:
         assert self.source is not None

@@ -195,6 +195,7 @@ def _measure(ground: Ground, reach: int) -> Recall:
 
 def _pick_target(opened: Opened, output: Path | None, force: bool, inputs: list[Path]) -> Path:
     """Where the predictor goes. Raises OptionError where it cannot, or would replace another one."""
+    assert opened.home is not None
     own = opened.home / PREDICTOR_NAME
     target = own if output is None or output.resolve() == own.resolve() else output
     if target is own:

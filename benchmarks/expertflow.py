@@ -12,6 +12,7 @@ With --resume, rows are kept in a file as they end, and a run goes on from there
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import signal
 import sys
@@ -113,6 +114,7 @@ def run_jobs(jobs: Sequence[Job], rows: Rows, quick: bool) -> None:
                 ground.predictors["trained"] = str(train_on_all(ground, Effort.of(quick)))
             for job in mine:
                 rows.add(job.key, run_job(job, ground, quick))
+                gc.collect()  # models go with their cycles, before the next row needs the memory
                 print(f"{time.monotonic() - start:.0f} s: {job.key}", file=sys.stderr)
 
 

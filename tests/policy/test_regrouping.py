@@ -123,7 +123,8 @@ def test_a_group_keeps_running_for_its_quantum() -> None:
     assert (counts.steps, counts.split, counts.left_out, counts.groups) == (10, 10, 33, 4)
     regrouper.end(0)
     regrouper.end(2)
-    assert regrouper.choose([1, 3, 4], 11) == [1, 3]  # its own have ended before its time was up
+    regrouper.begin(0, 0, 9)  # another in the same place is none of the group
+    assert regrouper.choose([1, 3, 4, 0], 11) == [1, 3]  # whose own have ended before its time was up
 
 
 def test_who_was_left_out_too_long_takes_part() -> None:
@@ -136,6 +137,12 @@ def test_who_was_left_out_too_long_takes_part() -> None:
         chosen = regrouper.choose([0, 1, 2, 3], 0.021)
         assert set(chosen) >= {2, 3}
         assert regrouper.counts.forced == 2
+        regrouper = regroup([0, 0, 1, 1], 2, granularity, timeout_ms=20, quantum=1000)
+        assert regrouper.choose([0, 1, 2, 3], 0.0) == [0, 1]
+        for slot in (2, 3):
+            regrouper.end(slot)
+            regrouper.begin(slot, slot, 9)
+        assert regrouper.choose([0, 1, 2, 3], 0.1) == [0, 1]  # the others are new
 
 
 def test_waiting_makes_up_for_needs() -> None:
@@ -208,7 +215,7 @@ class Regrouping(RuleBasedStateMachine):
         self.free = list(range(slots))
         self.out: dict[int, int] = {}  # steps in a row that a sequence was left out
         self.since: dict[int, float] = {}
-        self.given = self.taken = 0
+        self.given = self.taken = self.forced = 0
 
     @precondition(lambda self: self.free)
     @rule(choice=st.randoms(use_true_random=False), length=st.integers(0, 3))
@@ -239,6 +246,9 @@ class Regrouping(RuleBasedStateMachine):
             assert chosen == self.running
         late = {slot for slot, since in self.since.items() if 1e3 * (self.now - since) > self.options.timeout_ms}
         assert late <= set(chosen)
+        if self.options.groups and len(self.running) > FEW:
+            self.forced += len(late)
+        assert self.regrouper.counts.forced == self.forced
         for slot in self.running:
             self.out[slot] = 0 if slot in chosen else self.out[slot] + 1
             if slot in chosen:

@@ -130,7 +130,8 @@ def _judge(rows: list[Row]) -> Iterator[str]:
             most = find_bound(row).hidden
             yield _verdict(row, "batch", f"{_percent(HIDDEN)} of load time hidden", HIDDEN, values, most)
     for factor in ("link", "batch", "prompt"):
-        for row in pick_rows(rows, factor):
+        others = [row for row in pick_rows(rows, factor) if factor == "link" or row["point"][factor] != BASE[factor]]
+        for row in others:
             least = row["modes"][LRU]["tokens_per_second"]
             values = {name: mode["tokens_per_second"] / least for name, mode in _flows(row)}
             most = find_bound(row).over_lru

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from dynaexq.core import ExpertShape, ModelShape, OptionError
 from dynaexq.engine import Engine, EngineOptions, Event, Finish, FinishEvent, Request, TokenEvent
@@ -21,6 +22,10 @@ from dynaexq.formats import VersionLayout
 from dynaexq.integrations.transformers import DynaExqConfig
 from dynaexq.llm import LLM
 from dynaexq.policy.regrouping import GRANULARITIES, RegroupingOptions
+from dynaexq.server.metrics import Metrics
+from dynaexq.server.schedule_metrics import COUNTERS
+from dynaexq.server.service import Service
+from dynaexq.server.state import StateView
 from dynaexq.store import ExpertStore
 from dynaexq.traffic.recorder import ClosedWindow, RoutedLayer, TokenRun
 from support.scripted_model import ScriptedModel, answer
@@ -210,6 +215,22 @@ def test_paths_are_what_a_trace_says(embedded_store: Path, tmp_path: Path) -> No
     likely = scheduler._regrouper.paths.likely.reshape(3, 6, 32)
     assert np.allclose(likely.sum(-1), 4, atol=1e-3)  # every token chooses four experts of each layer
     assert likely.max() <= 1 + 1e-5
+
+
+def test_what_comes_of_it_is_shown(embedded_store: Path) -> None:
+    options = {"mode": "lfu", "tier": "int4", "expert_memory": 60 * extent_of(embedded_store), "granularity": "token"}
+    metrics = Metrics()
+    with LLM(str(embedded_store), slots=4, context=128, observer=metrics, **options) as llm:
+        llm.encoder.stop_tokens = frozenset()
+        for stream in [llm.submit(llm.encoder.encode(text), 9) for text in TEXTS[:4]]:
+            stream.wait()
+        runtime, engine = llm.launch.runtime, llm.engine
+        metrics.watch(engine, runtime)
+        state = StateView(Service("m", engine, llm.encoder, 0), runtime, metrics.pace).describe()["scheduling"]
+        shown = generate_latest(metrics.registry).decode()
+        assert state["granularity"] == "token" and state["left_out"] > 0 and state["groups"] == 0
+        assert 'dynaexq_schedule_info{granularity="token"} 1.0' in shown
+        assert all(f"\ndynaexq_schedule_{name}_total {float(state[name])}\n" in shown for name in COUNTERS)
 
 
 def test_options_that_would_do_nothing_are_refused(embedded_store: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from dynaexq.core import OptionError
 from dynaexq.policy.foresight import ForesightOptions
 from dynaexq.policy.mixing import MixingOptions
-from dynaexq.tuning import FLOW_KNOBS, KNOBS, Tuning, make_tuning, parse_tuning
+from dynaexq.policy.regrouping import RegroupingOptions
+from dynaexq.tuning import FLOW_KNOBS, KNOBS, REGROUPING_KNOBS, Tuning, make_tuning, parse_tuning
 
 
 def test_every_knob_parses_to_its_kind() -> None:
@@ -25,8 +26,11 @@ def test_every_knob_parses_to_its_kind() -> None:
     assert Tuning(**tuning.changed()) == tuning
     assert Tuning().changed() == {}
     assert parse_tuning(["every_windows=7"]) == {"every_windows": 7}
-    others = {"every_windows", "rate_gbps", *FLOW_KNOBS}
+    others = {"every_windows", "rate_gbps", *FLOW_KNOBS, *REGROUPING_KNOBS}
     assert set(KNOBS) == {name.partition("=")[0] for name in settings} | others
+    groups = ["quantum=3", "timeout_ms=10", "ageing=5", "min_batch=4", "admit_window=2"]
+    regrouping = make_tuning(parse_tuning(groups), "lfu", granularity="sequence").regrouping("sequence")
+    assert regrouping == RegroupingOptions("sequence", 3, 10.0, 5.0, 4, 2)
     flow = ["lookahead=2", "threshold=0.4", "standing_share=0.1", "standing_tokens=9", "low_share=0.1", "patience=2"]
     found = make_tuning(parse_tuning(flow), "expertflow")
     assert found.foresight == ForesightOptions(2, 0.4, 0.1, 9) and found.mixing == MixingOptions(0.1, 2.0)

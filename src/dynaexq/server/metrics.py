@@ -14,6 +14,7 @@ from dynaexq.engine import Engine, FinishEvent, StepReport
 from dynaexq.runtime import ExpertRuntime
 from dynaexq.server.cache_metrics import describe_cache
 from dynaexq.server.pace import Pace
+from dynaexq.server.schedule_metrics import describe_scheduling
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -91,6 +92,8 @@ class _State(Collector):
             yield CounterMetricFamily(f"dynaexq_{name}", "Transitions of expert versions", value=float(value))
         if cache := runtime.describe_cache():
             yield from describe_cache(cache)
+        if self._engine.scheduler:
+            yield from describe_scheduling(self._engine.scheduler.describe())
         yield from self._resident()
         if (shares := runtime.shares) is not None:
             tiers = (fmt.name for fmt in runtime.experts.formats)

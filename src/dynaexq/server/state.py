@@ -63,6 +63,7 @@ class StateView:
             },
             "sequences": [asdict(view) for view in engine.sequences()],
             "steps": self._pace.describe_steps(),
+            "scheduling": engine.scheduler.describe() if engine.scheduler else None,
             "speed": self._pace.describe(),
         }
 

@@ -85,7 +85,8 @@ def _draw_equal(panel: Any, rows: list[dict[str, Any]], name: str, label: str) -
             panel.plot(batches, [row["modes"][mode][name] for row in rows], "o-", label=mode, markersize=4)
     if name != "wait_share":
         panel.set_yscale("log")
-    panel.set_xlabel(f"batch, experts held to {100 * rows[0]['point']['cache']:.0f} % of their bytes at int4")
+    panel.set_xlabel("batch")
+    panel.set_title(f"experts held to {100 * rows[0]['point']['cache']:.0f} % of their bytes at int4", fontsize=9)
     panel.set_ylabel(label)
     panel.grid(alpha=0.3)
 

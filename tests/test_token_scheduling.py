@@ -244,6 +244,7 @@ def test_options_that_would_do_nothing_are_refused(embedded_store: Path) -> None
         ({**cached, "granularity": "token", "tune": {"quantum": 2}}, "quantum does nothing at granularity token"),
         ({**cached, "granularity": "token", "slots": 2}, "does nothing with 2 sequences at a time"),
         ({**cached, "granularity": "sequence", "slots": 1}, "does nothing with 1 sequence at a time"),
+        ({**cached, "slots": 1, "tune": {"admit_window": 2}}, "admit_window does nothing with one sequence"),
         ({**cached, "granularity": "sequence", "tune": {"quantum": 0}}, "quantum is 0; it goes from 1 to 1024"),
     ):
         with pytest.raises(OptionError, match=words):

@@ -84,6 +84,8 @@ def size_workload(
 def check_sequences(options: LaunchOptions, slots: int) -> None:
     """Raise OptionError where sequences would be regrouped, but there are too few of them."""
     options.check()
+    if options.regrouping.admit_window > 1 and slots == 1:
+        raise OptionError("admit_window does nothing with one sequence at a time; leave it out")
     if options.regrouping.groups and slots <= FEW:
         raise OptionError(
             f"--granularity {options.granularity} does nothing with {slots} sequence{'s' * (slots > 1)} at a time: so "

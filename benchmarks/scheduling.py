@@ -30,7 +30,7 @@ from dynaexq.launch import EMBEDDED_MODEL, Opened
 from dynaexq.llm import LLM
 
 FILES = ("english_heldout.txt", "gsm8k_test.jsonl", "humaneval.jsonl")
-TIER, LINK_GBPS = "int4", 0.2
+TIER, LINK_GBPS = "int4", 0.4
 PROMPT, COMMON, ANSWER = 64, 48, 64
 """Tokens of a prompt; those that prompts of a file have in common where they are admitted by needs; of an answer."""
 
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     rounds: int
 
 
-FULL = Sizes(("lfu", "expertflow"), (0.3, 0.5), (4, 8, 16), tuple(SETTINGS), 32, 3)
+FULL = Sizes(("lfu", "expertflow"), (0.3, 0.5), (4, 8, 16), tuple(SETTINGS), 24, 3)
 SMALL = Sizes(("lfu",), (0.3,), (8,), QUICK, 16, 1)
 
 

@@ -254,7 +254,7 @@ class Opened:
     def launch(self, options: LaunchOptions, plan: MemoryPlan, progress: Progress) -> Launch:
         """Prepare the planned tiers into the cache unless they are there, and load them."""
         config = _load_config(options, plan)
-        wanted = tuple(tier for tier in (plan.tier, plan.high, options.low) if tier is not None)
+        wanted = tuple(dict.fromkeys(tier for tier in (plan.tier, plan.high, options.low) if tier is not None))
 
         def load(root: Path) -> Any:
             return load_model(root, config, DTYPES[options.dtype], partial(progress, "loading experts"))

@@ -63,7 +63,8 @@ def render(result: dict[str, Any]) -> str:
     lines: list[str] = []
     for model in dict.fromkeys(row["point"]["model"] for row in plain):
         mine = [row for row in plain if row["point"]["model"] == model]
-        for factor in BASE:
+        varied = [factor for factor in BASE if len(pick_rows(mine, factor)) > 1] or list(BASE)[:1]
+        for factor in varied:
             lines += _render_factor(model, factor, pick_rows(mine, factor))
         lines += ["", f"Targets, {model}:", "", *_judge(mine)]
     if paper:

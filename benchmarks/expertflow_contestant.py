@@ -17,6 +17,12 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 ANSWERS, QUICK_ANSWER = {1: 64, 2: 64, 4: 64, 8: 32, 16: 16, 32: 16}, 16
 """Tokens of an answer by batch."""
 
+WARM_UP = 8
+"""Prompts at a time that fill a cache, and let what reads ahead find its horizon: batches of more take minutes."""
+
+STEP_TOKENS = 512
+"""Of a step at most: as many prompts begin at once that all sequences of a batch then go on together."""
+
 Options = dict[str, Any]
 
 
@@ -70,14 +76,14 @@ class Contestant:
         self._watch = Watch()
         self._seconds, self._ends = list[float](), list[FinishEvent]()
         context = point.prompt + plan.answer + 1
-        limits = EngineOptions(reuse=False)
+        limits = EngineOptions(step_tokens=STEP_TOKENS, reuse=False)
         self.llm = LLM(str(root), slots=point.batch, context=context, engine=limits, observer=self._watch, **options)
         self.llm.encoder.stop_tokens = frozenset()  # answers of one length
         self._before: dict[str, float] = {}
 
     def warm_up(self) -> None:
-        """Answer the first prompts, which do not count."""
-        self._answer(0)
+        """Answer the first prompts, WARM_UP of them at a time at most, which do not count."""
+        self._answer(0, WARM_UP)
         self._watch.steps.clear()
         self._seconds.clear()
         self._ends.clear()
@@ -110,12 +116,12 @@ class Contestant:
             **_make_shares(found),
         }
 
-    def _answer(self, part: int) -> None:
+    def _answer(self, part: int, most: int | None = None) -> None:
         point, turns = self._point, TURNS[self._ground.name]
         start = time.perf_counter()
         for turn in range(turns):
             first = (part * turns + turn) * point.batch
-            prompts = self._ground.take_prompts(first, point.batch, point.prompt)
+            prompts = self._ground.take_prompts(first, min(point.batch, most or point.batch), point.prompt)
             streams = [self.llm.submit(prompt, self._plan.answer) for prompt in prompts]
             self._ends += [stream.wait().finish for stream in streams]
         self._seconds.append(time.perf_counter() - start)

@@ -35,24 +35,37 @@ class Bound(NamedTuple):
         seconds: of a round, at least: all computing, or all bytes of the fewest reads over the link, if that is longer.
         by: which of both.
         over_lru: how many times faster than `lru` that is.
-        hidden: share of the time of those reads that computing can hide.
     """
 
     seconds: float
     by: str
     over_lru: float
-    hidden: float
 
 
 def find_bound(row: Row) -> Bound:
     """Of a row with all modes."""
-    rates = [row["read_gbps"], *([row["link_gbps"]] if row["link_gbps"] else [])]
     computing = row["modes"][FLOOR]["seconds"]
-    reading = row[BELADY]["misses"] * row["expert_bytes"] / (min(rates) * GIGABYTE)
+    reading = row[BELADY]["misses"] * row["expert_bytes"] / _link(row)
     least = max(computing, reading)
     by = "bandwidth" if reading > computing else "computing"
-    hidden = 1.0 if reading <= computing else computing / reading
-    return Bound(least, by, row["modes"][LRU]["seconds"] / least, hidden)
+    return Bound(least, by, row["modes"][LRU]["seconds"] / least)
+
+
+def hide(row: Row, name: str) -> tuple[float, float]:
+    """Share of the link's time that a mode hides, and could at most: all that it computes, beside the fewest reads.
+
+    The engine's own `hidden` is more: it adds up the time of all reads, which wait for each other.
+    """
+    mode = row["modes"][name]
+    carried = mode["bytes_moved"] / _link(row)
+    least = row[BELADY]["misses"] * row["expert_bytes"] / _link(row)
+    hidden = max(0.0, 1 - mode["wait_seconds"] / carried) if carried else 0.0
+    return hidden, min(1.0, (mode["seconds"] - mode["wait_seconds"]) / least) if least else 1.0
+
+
+def _link(row: Row) -> float:
+    """Bytes per second: of the link, or of the store where that is less."""
+    return GIGABYTE * min(row["read_gbps"], row["link_gbps"] or row["read_gbps"])
 
 
 def render(result: dict[str, Any]) -> str:
@@ -128,8 +141,10 @@ def _judge(rows: list[Row]) -> Iterator[str]:
     for row in pick_rows(rows, "batch"):
         if row["point"]["batch"] == 8:
             values = {name: mode.get("hidden", 0.0) for name, mode in _flows(row)}
-            most = find_bound(row).hidden
-            yield _verdict(row, "batch", f"{_percent(HIDDEN)} of load time hidden", HIDDEN, values, most)
+            of_link = [(_short(name), *hide(row, name)) for name in values]
+            said = ", ".join(f"{name} {share:.2f} and at most {most:.2f}" for name, share, most in of_link)
+            verdict = _verdict(row, "batch", f"{_percent(HIDDEN)} of load time hidden", HIDDEN, values, None)
+            yield f"{verdict}; of the link's own time {said}"
     for factor in ("link", "batch", "prompt"):
         others = [row for row in pick_rows(rows, factor) if factor == "link" or row["point"][factor] != BASE[factor]]
         for row in others:

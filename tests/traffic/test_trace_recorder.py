@@ -177,17 +177,20 @@ def test_nothing_is_left_where_the_disk_is_full(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_cannot_be_written_in_time_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, add = threading.Event(), TraceWriter.add
+    begun, held, add = threading.Event(), threading.Event(), TraceWriter.add
 
     def wait(writer: TraceWriter, rows: TraceRows) -> None:
+        begun.set()
         held.wait(30)
         add(writer, rows)
 
     monkeypatch.setattr(TraceWriter, "add", wait)
     monkeypatch.setattr(trace_recorder, "MAX_WAITING_BYTES", 100_000)
     recorder = TraceRecorder(tmp_path / "t.parquet", "few", "", FewExperts())
+    recorder.after_window(make_window(64, 0))
+    assert begun.wait(30)
     with pytest.warns(UserWarning, match="cannot be written as fast as it comes"):
-        for seed in range(200):
+        for seed in range(1, 200):
             recorder.after_window(make_window(64, seed))
     held.set()
     recorder.close()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.expertflow_bound import DEFAULT, FLOOR, LRU
 from benchmarks.expertflow_contestant import Contestant, Options, Plan, Point
 from benchmarks.expertflow_ground import TIER, TIERS, TURNS, Ground, copy_to_disk, measure_reads
-from benchmarks.expertflow_report import DEFAULT, FLOOR, LRU
 from dynaexq.policy.caching import CACHE_POLICIES, FLOW, CacheMap, Places
 from dynaexq.policy.prediction import Matrix
 from dynaexq.residency.cache import CachedExperts

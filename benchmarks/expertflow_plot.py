@@ -15,7 +15,8 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.expertflow_report import ACROSS, BASE, FLOOR, LRU, NAMES, PAPER, find_bound, pick_rows, show_value
+from benchmarks.expertflow_bound import FLOOR, LRU, find_bound
+from benchmarks.expertflow_report import ACROSS, BASE, NAMES, PAPER, pick_rows, show_value
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
